@@ -33,7 +33,7 @@ PUBLIC = {
         "check_image find_images open_dataset read_image samples to_tensor"
     ),
     "vitrail.embedding": "Column Embedder Embeddings Predictor Progress embed predict read_embeddings",
-    "vitrail.drawing": "contact_sheet stained_glass",
+    "vitrail.drawing": "contact_sheet draw_groups stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",
     "vitrail.heads": "AttentionPool DecoderHead DenseHead Heads Output",
     "vitrail.merging": (
@@ -44,6 +44,7 @@ PUBLIC = {
         "MODELS ViT ViTConfig create_model from_timm list_models load_timm_state_dict timm_state_dict to_timm"
     ),
     "vitrail.report": "Comparison Report ReportError compare inspect",
+    "vitrail.serve": "Answer Batcher Limits Overloaded ServedModel ServingError Stopped",
     "vitrail.surgery": (
         "Ablation AddedTokens Count Handle Merging Payoff Recording RegisterNeurons TestTimeRegisters Trace ablate "
         "add_tokens count find_register_neurons from_pretrained load load_method look_ahead merge record "
@@ -58,9 +59,9 @@ SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"co
 """Names that still shadow a module; no more may be added."""
 
 ERRORS = (
-    "AlreadyApplied BrokenPass Diverged EmbeddingError ExportError ImageError InvalidOption MediaError ModelLoadError "
-    "NotApplied ReportError SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod "
-    "VitrailError VitrailWarning"
+    "AlreadyApplied BrokenPass Diverged EmbeddingError ExportError ImageError ImageTooLarge InvalidOption MediaError "
+    "ModelLoadError NotApplied ReportError SaturatedWarning ServingError TrainingError UnsupportedInput "
+    "UnsupportedModel UntrainedMethod VitrailError VitrailWarning"
 )
 
 

@@ -9,13 +9,15 @@
     ├── NotApplied           the model does not carry this change, or no longer
     ├── BrokenPass           tokens reached a block outside a forward pass of the whole model
     ├── ImageError           a file is missing, broken, or not an image
-    │   └── MediaError       the same for a video clip or a sound
+    │   ├── MediaError       the same for a video clip or a sound
+    │   └── ImageTooLarge    an image has more pixels than allowed
     ├── ModelLoadError       a model could not be built, read or written
     ├── TrainingError        training cannot continue, or a run directory cannot be read
     │   └── Diverged         the loss is no longer finite
     ├── EmbeddingError       embeddings or predictions could not be written, read or resumed
     ├── ExportError          a model could not be exported, or the exported file computes something else
-    └── ReportError          a report could not be written or read
+    ├── ReportError          a report could not be written or read
+    └── ServingError         a server could not start, or does not take a request
 
     VitrailWarning
     └── SaturatedWarning     fewer tokens merge than requested
@@ -69,6 +71,10 @@ class MediaError(ImageError):
     """A file is missing, broken, or not the video clip or sound that it should be."""
 
 
+class ImageTooLarge(ImageError):
+    """An image has more pixels than allowed."""
+
+
 class ModelLoadError(VitrailError):
     """A model could not be built, read or written."""
 
@@ -91,6 +97,10 @@ class ExportError(VitrailError):
 
 class ReportError(VitrailError):
     """A report could not be written or read."""
+
+
+class ServingError(VitrailError):
+    """A server could not start, or does not take a request."""
 
 
 class VitrailWarning(UserWarning):

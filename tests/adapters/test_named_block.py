@@ -17,7 +17,7 @@ from vitrail.adapters import NamedBlock, find
 from vitrail.adapters.base import DenseBlock
 from vitrail.adapters.named_block import find_part
 from vitrail.adapters.position import rotate
-from vitrail.adapters.transformers.vit import _DINOV2, _DINOV2_NESTED
+from vitrail.adapters.transformers.vit import _DINOV2_NESTED, DINOV2_NAMES
 from vitrail.errors import UnsupportedModel
 from vitrail.models import create_model
 
@@ -188,7 +188,7 @@ def nested(block: Any) -> nn.Module:
 def test_the_nested_layout_of_transformers() -> None:
     require("transformers", "5.18")
     new, block = first_block("hf-registers")
-    assert new.names == _DINOV2
+    assert new.names == DINOV2_NAMES
     h = torch.randn(2, 9, 32, dtype=torch.float64)
     qkv, output = new.qkv(block, h), new.attend_output(block, h, h)
     trunk = find(ALL["hf-registers"].model())

@@ -2,16 +2,24 @@
 
 import json
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 import vitrail
 from tests.cli.words import one_line
+from vitrail.adapters import input_spec
 from vitrail.cli import app
+from vitrail.data import to_tensor
+from vitrail.export import export
 from vitrail.export.formats import METADATA
+from vitrail.export.script import write_script
 
 MODEL = "timm:vit_tiny_patch16_224"
 
@@ -38,13 +46,52 @@ def test_onnx(saved: str, tmp_path: Path) -> None:
     assert "14 11 leave the blocks of the exported model (unmerged: 17)" in result.stdout
     for batch in (1, 3):
         assert re.search(rf"batch {batch}: largest error \S+, relative \S+ \(allowed: 0\.0001\)", result.stdout)
-    assert result.stdout.endswith(f"Written: {path}\n")
+    script = tmp_path / "model.onnx.py"
+    assert result.stdout.endswith(f"Written: {path}, {script}\nUse it without Vitrail: python {script} cat.jpg\n")
+    check_script(script, model=vitrail.merge(vitrail.load_model(saved), r=3).model, folder=tmp_path)
 
     model = vitrail.load_model(saved)
     vitrail.merge(model, r=3)
     images = torch.randn(2, 3, 32, 32)
     (logits,) = runtime.InferenceSession(path).run(["logits"], {"images": images.numpy()})
     assert torch.allclose(torch.from_numpy(logits), model(images).logits, atol=1e-4)
+
+
+def check_script(script: Path, model: torch.nn.Module, folder: Path) -> None:
+    """Run a script in an interpreter without torch and Vitrail; compare its scores with the model's."""
+    image = Image.effect_noise((50, 41), 90).convert("RGB")
+    image.save(folder / "noise.png")
+    barrier = "import sys, runpy; sys.modules.update(torch=None, vitrail=None); sys.argv = sys.argv[1:]"
+    command = [sys.executable, "-c", f"{barrier}; runpy.run_path(sys.argv[0])", script, folder / "noise.png"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout
+    path, name, shape, *best = shown.rstrip("\n").split("\t")
+    assert (path, name, shape, len(best)) == (str(folder / "noise.png"), "logits", "(5,)", 5)
+    with torch.no_grad():
+        logits = model(to_tensor([image], input_spec(model))).logits[0]
+    names = vitrail.class_names(model).get("label")
+    scores = logits.softmax(0) if names else logits
+    keys = names or [str(index) for index in range(5)]
+    wanted = {keys[index]: scores[index].item() for index in scores.argsort(descending=True).tolist()}
+    found = {key: float(value) for key, _, value in (one.rpartition(": ") for one in best)}
+    assert list(found) == list(wanted)
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_script_names_classes_and_overwrites_nothing_else(saved: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="exporting to ONNX needs it")
+    pytest.importorskip("onnxruntime", reason="what was exported runs in it")
+    model = vitrail.load_model(saved)
+    model.config.id2label = dict(enumerate(("ant", "bee", "cat", "dog", "eel: long")))
+    vitrail.merge(model, r=3)
+    result = export(model, tmp_path / "model.onnx", batch=2)
+    script = write_script(result)
+    assert script == tmp_path / "model.onnx.py"
+    check_script(script, model, tmp_path)
+    assert write_script(result) == script
+    script.write_text("mine")
+    assert write_script(result) is None
+    assert script.read_text() == "mine"
+    assert write_script(replace(result, format="pt2")) is None
 
 
 def test_pt2_options(saved: str, tmp_path: Path) -> None:

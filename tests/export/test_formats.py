@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import vitrail
 from tests.export.models import EXAMPLES, random_images
 from tests.extras import always
 from tests.surgery.models import ALL
+from vitrail.adapters import input_spec
 from vitrail.export import ExportResult, _export, export
 from vitrail.export._trace import PlainModel, trace
 from vitrail.export.formats import METADATA
@@ -114,7 +116,38 @@ def test_onnx(merged: tuple[str, nn.Module], tmp_path: Path) -> None:
     notes = json.loads(session.get_modelmeta().custom_metadata_map["vitrail"])
     assert notes["merging"] == vitrail.Merging.of(model).config
     assert notes["tokens"] == result.tokens
+    spec = input_spec(model)
+    assert (notes["mean"], notes["std"], notes["dtype"]) == (list(spec.mean), list(spec.std), "float32")
+    assert notes["classes"] == {}
     assert has_no_local_paths(path)
+    assert operators(path).isdisjoint({"If", "Loop", "Scan"})
+
+
+def operators(path: Path) -> set[str]:
+    """Return the operators of a file, those inside of functions and branches included."""
+    onnx = import_module("onnx")
+    model = onnx.load(path)
+    graphs = [model.graph, *model.functions]
+    found: set[str] = set()
+    while graphs:
+        for node in graphs.pop().node:
+            found.add(node.op_type)
+            graphs += [one.g for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
+    return found
+
+
+def test_class_names_of_several_columns_are_those_of_their_outputs(tmp_path: Path) -> None:
+    tokens = [vitrail.TokenSpec("cls", "class"), vitrail.TokenSpec("color", "task", classes=2)]
+    config = vitrail.ViTConfig(image_size=16, patch_size=8, width=16, depth=1, heads=2, num_classes=3, tokens=tokens)
+    model = vitrail.ViT(config).eval()
+    names = {"breed": ["a", "b", "c"], "color": ["red", "blue"]}
+    model._vitrail_labels = {"classes": names}
+    extra = {METADATA: ""}
+    torch.export.load(export(model, tmp_path / "model.pt2").path, extra_files=extra)
+    notes = json.loads(extra[METADATA])
+    breeds, colors = names.values()
+    assert notes["classes"] == {"logits": breeds, "cls": breeds, "color": colors}
+    assert "merging" not in notes
 
 
 def test_model_is_unchanged(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     from tests.oracle.transformers_clip import describe_clip
     from tests.oracle.transformers_dinov3 import describe_dinov3
     from tests.oracle.transformers_models import describe_transformers
+    from tests.oracle.transformers_relatives import describe_relative
     from tests.oracle.transformers_video import describe_video
+    from tests.oracle.transformers_vjepa2 import describe_vjepa2
 
     if isinstance(model, Beit):
         return describe_beit(model, images)
@@ -42,7 +44,8 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     if isinstance(model, OpenClipTower):
         return describe_open_clip(model, images)
     assert isinstance(model, PreTrainedModel), type(model)
-    family = model.config.model_type.split("_")[0]
+    kind = model.config.model_type
+    family = kind if kind in ("vit_mae", "vit_msn") else kind.split("_")[0]
     describers = {
         "aimv2": describe_aimv2,
         "audio": describe_ast,
@@ -50,8 +53,16 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
         "clip": describe_clip,
         "data2vec": describe_hf_beit,
         "dinov3": describe_dinov3,
+        "ijepa": describe_relative,
+        "metaclip": describe_clip,
+        "pixio": describe_relative,
+        "radio": describe_relative,
         "siglip": describe_clip,
+        "tipsv2": describe_relative,
         "videomae": describe_video,
+        "vit_mae": describe_relative,
+        "vit_msn": describe_relative,
         "vivit": describe_video,
+        "vjepa2": describe_vjepa2,
     }
     return describers.get(family.partition("-")[0], describe_transformers)(model, images, **call)

@@ -18,8 +18,8 @@ from operator import mul
 import torch
 from torch import Tensor
 
-Position = tuple[float, float]
-"""Coordinates (row, column) of a token, in whatever unit the model's rotary angles use."""
+Position = tuple[float, ...]
+"""Coordinates (row, column), or (frame, row, column), of a token, in whatever unit the model's rotary angles use."""
 
 Rotate = Callable[[Tensor, Position], Tensor]
 """Turns the heads (H, d) of one token to its position."""
@@ -159,9 +159,8 @@ def position(token: Token, recipe: Recipe) -> Position | None:
     """Rotary position: the mean over all patches that the token represents; the prefix has none."""
     if recipe.positions is None or token.members[0] < recipe.prefix:
         return None
-    rows = [recipe.positions[m - recipe.prefix][0] for m in token.members]
-    columns = [recipe.positions[m - recipe.prefix][1] for m in token.members]
-    return sum(rows) / len(rows), sum(columns) / len(columns)
+    axes = zip(*(recipe.positions[m - recipe.prefix] for m in token.members), strict=True)
+    return tuple(sum(axis) / len(axis) for axis in axes)
 
 
 def bias_between(parts: Parts, head: int, query: Token, key: Token) -> Tensor:

@@ -15,7 +15,7 @@ from tests.oracle.transformers_models import heads_of
 def describe_clip(model: PreTrainedModel, images: Tensor, **call: Any) -> Recipe:
     """A tower alone, or with a projection or a classification head."""
     tower = getattr(model, "vision_model", model)
-    is_clip = "clip" in model.config.model_type.split("_")
+    is_clip = bool({"clip", "metaclip"} & set(model.config.model_type.split("_")))
     tokens = tower.embeddings(images, **call)
     if is_clip:
         tokens = tower.pre_layrnorm(tokens)

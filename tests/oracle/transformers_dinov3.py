@@ -35,7 +35,7 @@ def describe_dinov3(model: PreTrainedModel, images: Tensor, **call: Any) -> Reci
     return Recipe(
         tokens=model.embeddings(images, **call),
         prefix=1 + model.config.num_register_tokens,
-        blocks=[_parts(layer, rotate) for layer in model.model.layer],
+        blocks=[_parts(layer, rotate) for layer in getattr(model, "model", model).layer],
         finish=finish,
         features=model.norm,
         positions=[(row, column) for row, column in radians],

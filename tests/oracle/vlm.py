@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import describe, run
-from tests.oracle.core import Parts, Recipe, Result, Token, identity, matching_metric, merge
+from tests.oracle.core import Parts, Recipe, Result, Token, attend, feed, full_length, identity, matching_metric, merge
 from tests.oracle.transformers_clip import clip_parts
 from tests.oracle.transformers_models import heads_of
 
@@ -168,10 +168,40 @@ def qwen_frame(tower: Any, patches: Tensor, height: int, width: int, r: Any) -> 
     parts = [qwen_parts(block, tower.rotary_pos_emb.inv_freq.double()) for block in tower.blocks]
     result = run(Recipe(patches[rows].unsqueeze(0), 0, parts, no_outputs, identity, grid), r)
     cells = [row * width + column for row, column in places]
+    if hasattr(tower, "window_size"):
+        recipe = Recipe(patches[rows].unsqueeze(0), 0, parts, no_outputs, identity, grid)
+        return tower.merger(in_windows(tower, recipe, height, width, r)[cells])
     merged = [tower.merger(result.hidden[-1][0, cells])]
     for index, layer in enumerate(getattr(tower, "deepstack_visual_indexes", ())):
         merged.append(tower.deepstack_merger_list[index](result.hidden[layer][0, cells]))
     return torch.cat(merged, -1)
+
+
+def in_windows(tower: Any, recipe: Recipe, height: int, width: int, r: Any) -> Tensor:
+    """Run one frame of a tower with windows: (N, D), row by row.
+
+    Tokens merge inside their window, which keeps the share of its patches that an image without windows would keep.
+    """
+    side, patches = tower.window_size // tower.patch_size, height * width
+    counts = [r] * len(recipe.blocks) if isinstance(r, int) else r
+    windows: dict[tuple[int, int], list[Token]] = {}
+    for place in range(patches):
+        row, column = divmod(place, width)
+        windows.setdefault((row // side, column // side), []).append(Token(recipe.tokens[0, place], [place]))
+    own = {key: len(tokens) for key, tokens in windows.items()}
+    for layer, parts in enumerate(recipe.blocks):
+        if layer in tower.fullatt_block_indexes:
+            everyone = [token for tokens in windows.values() for token in tokens]
+            metric = iter(attend(parts, recipe, everyone, True))
+            metrics = {key: [next(metric) for _ in tokens] for key, tokens in windows.items()}
+        else:
+            metrics = {key: attend(parts, recipe, tokens, True) for key, tokens in windows.items()}
+        left = patches - sum(counts[: layer + 1])
+        for key, tokens in windows.items():
+            count = len(tokens) - max(1, round(own[key] * left / patches))
+            windows[key] = merge(tokens, metrics[key], set(), count, "paper")
+            feed(parts, windows[key])
+    return full_length([token for tokens in windows.values() for token in tokens], patches)
 
 
 def cell_places(height: int, width: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from tests.parity.models import redraw
+from tests.parity.models import Case, redraw
 from tests.parity.models_transformers_clip import TEXT
 
 PATCH, MOST = 8, 16
@@ -28,6 +28,21 @@ def tower(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """Return a small tower with redrawn parameters."""
     config = hf.Siglip2VisionConfig(**{**SMALL, **options}, attn_implementation="sdpa")
     return redrawn(hf.Siglip2VisionModel(config), dtype)
+
+
+class CuttingTower(hf.Siglip2VisionModel):
+    """A tower that takes images of one size, as a changed one does, and cuts them itself."""
+
+    def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if pixel_values.dim() == 3:
+            return super().forward(pixel_values, *args, **kwargs)
+        rows, columns = (side // PATCH for side in pixel_values.shape[2:])
+        cells = pixel_values.unflatten(3, (columns, PATCH)).unflatten(2, (rows, PATCH)).permute(0, 2, 4, 3, 5, 1)
+        shapes = torch.tensor([[rows, columns]]).expand(pixel_values.shape[0], -1)
+        return super().forward(cells.reshape(pixel_values.shape[0], rows * columns, -1), None, shapes)
+
+
+IMAGES = Case("naflex-images", lambda: CuttingTower(hf.Siglip2VisionConfig(**SMALL)), (32, 32))
 
 
 def with_text(kind: type[hf.PreTrainedModel], dtype: torch.dtype = torch.float64) -> Any:

@@ -136,6 +136,16 @@ def qwen2() -> nn.Module:
     return hf.Qwen2VLForConditionalGeneration(config)
 
 
+def qwen25() -> nn.Module:
+    """Return Qwen2.5-VL, with windows of 2 × 2 cells in half of its blocks."""
+    tower = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 24, "window_size": 16}
+    vision = {**QWEN_VISION, **tower, "fullatt_block_indexes": [1, 3]}
+    config = hf.Qwen2_5_VLConfig(
+        vision_config=vision, text_config={**TEXT, "rope_parameters": MROPE}, image_token_id=IMAGE
+    )
+    return hf.Qwen2_5_VLForConditionalGeneration(config)
+
+
 def qwen3() -> nn.Module:
     """Return Qwen3-VL, which also hands features of the second block to its language model."""
     tower = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 24, "num_position_embeddings": 16}
@@ -226,6 +236,17 @@ MODELS = [
         1e-5,
     ),
     Vlm("qwen2-vl", qwen2, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True, types="mm_token_type_ids"),
+    Vlm(
+        "qwen2.5-vl",
+        qwen25,
+        oracle.qwen,
+        three_packed,
+        ((6,), (4, 6)),
+        4,
+        1e-5,
+        packed=True,
+        types="mm_token_type_ids",
+    ),
     Vlm("qwen3-vl", qwen3, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True, types="mm_token_type_ids"),
     Vlm("internvl-plain", internvl, oracle.internvl, pair, ((4,), (4,)), 4),
 ]

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
 import vitrail
-from tests.parity.models_vlm import named, pixels
+from tests.oracle.vlm import qwen
+from tests.parity.models import redraw, require
+from tests.parity.models_vlm import QWEN_VISION, named, pixels
+from tests.surgery.models import flops_that_run
 from vitrail.adapters import find
-from vitrail.errors import SaturatedWarning, UnsupportedInput, UnsupportedModel
+from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, UnsupportedModel
 from vitrail.merging import Assignment, Context, Method, Reduction
 
 SIZES = [[1, 4, 6], [1, 4, 4], [1, 2, 8], [1, 4, 6]]
-every_packed = pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl"])
+every_packed = pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 
 
 def tower_of(name: str, dtype: torch.dtype = torch.float64) -> Any:
     return named(name).model(dtype).model.visual
+
+
+def tower_alone(kind: str, config: str, **options: Any) -> Any:
+    """Return a small tower of a class of its own, with redrawn parameters."""
+    vision = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 24}
+    made = getattr(hf, config)(**vision, num_position_embeddings=16, **options)
+    tower = getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), config.replace("Config", "Model"))(
+        made
+    )
+    tower = tower.double()
+    redraw(tower, seed=4)
+    return tower.eval()
 
 
 def patches_of(grids: list[list[int]], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -87,10 +105,97 @@ def test_tokens_between_blocks_have_full_length_where_they_are_requested() -> No
         assert torch.allclose(before, after, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "options"),
+    [
+        ("qwen3_vl_moe", "Qwen3VLMoeVisionConfig", {"deepstack_visual_indexes": [1]}),
+        ("qwen3_5", "Qwen3_5VisionConfig", {}),
+        ("qwen3_5_moe", "Qwen3_5MoeVisionConfig", {}),
+    ],
+)
+@torch.no_grad()
+def test_towers_with_the_same_blocks(kind: str, config: str, options: dict[str, Any]) -> None:
+    require("transformers", "5.22")
+    tower, (patches, grids) = tower_alone(kind, config, **options), patches_of(SIZES)
+    plain = tower(patches, grid_thw=grids).pooler_output
+    inputs = {"pixel_values": patches, "image_grid_thw": grids}
+    wanted = qwen(SimpleNamespace(model=SimpleNamespace(visual=tower)), inputs, 2)
+    with vitrail.merge(tower, r=0):
+        assert torch.allclose(tower(patches, grid_thw=grids).pooler_output, plain, rtol=0, atol=1e-5)
+    with vitrail.merge(tower, r=2):
+        merged = tower(patches, grid_thw=grids).pooler_output
+    assert torch.allclose(merged, torch.cat(wanted)[:, : merged.shape[1]], rtol=0, atol=1e-5)
+    assert torch.equal(tower(patches, grid_thw=grids).pooler_output, plain)
+
+
+WINDOWED = [[1, 8, 8], [1, 6, 10], [2, 8, 8]]
+"""Grids of images in windows of 4 × 4 patches; those at the edges of the second are smaller."""
+
+
+@torch.no_grad()
+def test_windows_keep_the_share_of_their_image() -> None:
+    tower, (patches, grids) = tower_of("qwen2.5-vl"), patches_of(WINDOWED)
+    with vitrail.merge(tower, r=[8, 0, 4, 20]) as merging, merging.track() as trace:
+        tower(patches, grid_thw=grids)
+        assert merging.tokens_per_layer((32, 32)) == [56, 56, 52, 32]
+        assert merging.tokens_per_layer((24, 40)) == [52, 52, 47, 28]
+    # 64 patches keep 56, 56, 52, 32, and 60 keep 52, 52, 48, 28; each window keeps that share, rounded
+    kept = {64: {16: [14, 14, 13, 8]}, 60: {16: [14, 14, 13, 7], 8: [7, 7, 6, 4], 4: [3, 3, 3, 2]}}
+    windows = [(64, 16)] * 12 + [(60, 16)] * 2 + [(60, 8)] * 3 + [(60, 4)]
+    found = []
+    for one in trace.passes:
+        count = one.layout.num_patches
+        left = [count - sum(one.state.per_layer[: layer + 1]) for layer in range(4)]
+        patches_of_image = next(size for size, sizes in kept.items() if sizes.get(count) == left)
+        found += [(patches_of_image, count)] * one.batch
+    assert sorted(found) == sorted(windows)
+
+
+@torch.no_grad()
+def test_costs_with_windows_are_those_that_run() -> None:
+    tower, (patches, grids) = tower_of("qwen2.5-vl", torch.float32), patches_of([[1, 8, 8]], torch.float32)
+    assert vitrail.count(tower, (32, 32)).flops == pytest.approx(
+        flops_that_run(lambda: tower(patches, grid_thw=grids)) / 2
+    )
+    with vitrail.merge(tower, r=[16, 8, 8, 8]) as merging:
+        found = flops_that_run(lambda: tower(patches, grid_thw=grids)) / 2
+        assert merging.flops((32, 32)) == pytest.approx(found, rel=0.01)
+    with vitrail.merge(tower, gflops=0.8 * merging.flops(merged=False) / 1e9) as merging:
+        assert merging.flops() == pytest.approx(0.8 * merging.flops(merged=False), rel=0.02)
+
+
+@torch.no_grad()
+def test_what_windows_cannot_do_is_said() -> None:
+    tower, (patches, grids) = tower_of("qwen2.5-vl"), patches_of([[1, 16, 16]])
+    with vitrail.merge(tower, r=[0, 0, 0, 4]), pytest.warns(SaturatedWarning, match="half a token"):
+        tower(patches, grid_thw=grids)
+    with pytest.raises(InvalidOption, match="windows"):
+        vitrail.merge(tower, r=2, protect=torch.ones(32, 32, dtype=torch.bool))
+    lengths = torch.tensor([0, 16, 32], dtype=torch.int32)
+    index = torch.arange(64)
+    with vitrail.merge(tower, r=20), pytest.raises(UnsupportedInput, match="cu_window_seqlens"):
+        tower(patches, grid_thw=grids, cu_window_seqlens=lengths, window_index=index)
+
+
+@torch.no_grad()
+def test_methods_read_the_image_of_each_window() -> None:
+    image = torch.randn(3, 24, 40).double()
+    tower, method = tower_of("qwen2.5-vl"), Brightest()
+    with vitrail.merge(tower, r=[4, 0, 0, 0], method=method):
+        tower(packed(image), grid_thw=torch.tensor([[1, 6, 10]]))
+    windows = [image[:, top : top + 16, left : left + 16] for top in (0, 16) for left in (0, 16, 32)]
+    for seen in method.seen:
+        same = [window for window in windows if window.shape == seen.shape[1:]]
+        assert all(torch.equal(one, window) for one, window in zip(seen, same, strict=True))
+    assert sum(map(len, method.seen)) == len(windows)
+
+
 class Brightest(Method):
     """Merge the two brightest patches."""
 
-    seen: list[Tensor] = []  # noqa: RUF012
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
 
     def maps(self, inputs: Tensor, grid: tuple[int, int, int]) -> dict[str, Tensor]:
         self.seen.append(inputs)

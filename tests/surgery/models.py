@@ -19,7 +19,9 @@ from tests.parity.models_transformers_audio import CASES as AUDIO
 from tests.parity.models_transformers_beit import CASES as HF_BEIT
 from tests.parity.models_transformers_clip import CASES as CLIP
 from tests.parity.models_transformers_dinov3 import CASES as DINOV3
+from tests.parity.models_transformers_relatives import CASES as RELATIVES
 from tests.parity.models_transformers_video import CASES as VIDEO
+from tests.parity.models_transformers_vjepa2 import CASES as VJEPA2
 from vitrail.adapters import find
 
 ALL: dict[str, Case] = {
@@ -32,7 +34,8 @@ ALL: dict[str, Case] = {
     **{f"hf_beit-{name}": case for name, case in HF_BEIT.items()},
     **{f"dinov3-{name}": case for name, case in DINOV3.items()},
     **{f"audio-{name}": case for name, case in AUDIO.items()},
-    **{f"video-{name}": case for name, case in VIDEO.items()},
+    **{f"video-{name}": case for name, case in {**VIDEO, **VJEPA2}.items()},
+    **{f"relatives-{name}": case for name, case in RELATIVES.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
     **{f"open_clip-{name}": case for name, case in OPEN_CLIP.items()},
 }

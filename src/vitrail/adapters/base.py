@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,8 +23,12 @@ from vitrail.adapters.forward_pass import ForwardEntry
 from vitrail.adapters.position import Position as Position
 from vitrail.adapters.position import Rotary as Rotary
 from vitrail.data.spec import InputSpec
+from vitrail.data.targets import TargetSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
+
+if TYPE_CHECKING:
+    from vitrail.adapters.windows import LayerWindows
 
 
 def forward_class(module: nn.Module) -> type:
@@ -34,7 +38,9 @@ def forward_class(module: nn.Module) -> type:
     that changes it is another kind of module. Vitrail's own mixins do not count.
     """
     kinds = type(module).__mro__
-    ours = {vars(kind)["_vitrail_swap"][0] for kind in kinds if "_vitrail_swap" in vars(kind)}
+    ours = {
+        mixin for kind in kinds if "_vitrail_swap" in vars(kind) for mixin in vars(kind)["_vitrail_swap"][0].__mro__
+    }
     return next(kind for kind in kinds if "forward" in vars(kind) and kind not in ours)
 
 
@@ -143,6 +149,9 @@ class BlockAdapter(ABC):
 
     biased: bool = False
     """Whether the scores have a position bias, from `Position.bias` of the trunk: blocks do not run by themselves."""
+
+    rotates: bool = False
+    """Whether the block computes its rotation table itself; `Position.table` of the trunk replaces it: likewise."""
 
     def returned(self, tokens: Tensor) -> Any:
         """Return what the block returns for its output tokens."""
@@ -292,12 +301,27 @@ class TrunkAdapter(ABC):
     def layout(self, trunk: nn.Module, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout before the first block, for inputs of a size in pixels or of the model's own."""
 
+    def windows(self, trunk: nn.Module, layout: TokenLayout) -> Sequence[tuple[TokenLayout, int]]:
+        """Return the windows in which the tokens of an image merge, each kind with how many there are; often none."""
+        return ()
+
+    def window_sizes(self, trunk: nn.Module) -> Sequence[int | None]:
+        """Return, for each block, how many patches a window has in which they attend; None where all of them do."""
+        return (None,) * len(self.blocks(trunk))
+
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout inside a block, where tokens enter between blocks; −1 is the last block.
 
         Layers of a class-attention stage count on from the blocks.
         """
         return self.layout(trunk, size)
+
+    def layer_windows(self, trunk: nn.Module) -> tuple[LayerWindows, ...]:
+        """Return the windows of each block, where attention runs inside windows; their blocks' adapters know these.
+
+        Blocks may then have grids of their own: each begins and ends with all of its tokens.
+        """
+        return ()
 
     def stage(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks of a class-attention stage after the others; each returns its query tokens (B, Q, D)."""
@@ -341,6 +365,10 @@ class TrunkAdapter(ABC):
     def behind(self, model: nn.Module, trunk: nn.Module) -> Sequence[tuple[nn.Module, int]]:
         """Return the parts of a model behind the blocks that run on every patch, or once for several, with how many."""
         return ()
+
+    def pairs_behind(self, model: nn.Module, trunk: nn.Module) -> int:
+        """Count the multiply-adds for every pair of patches behind the blocks (pooling in which patches attend)."""
+        return 0
 
     def visual_tokens(self, model: nn.Module, trunk: nn.Module) -> VisualTokens:
         """Return what a model around this trunk passes to its language model for each image.
@@ -433,6 +461,7 @@ class ModelRequest:
         image_size: size of the inputs in pixels; None for the model's own.
         drop_path: stochastic depth rate; None for the model's own.
         options: for the library's constructor.
+        targets: what label columns hold that hold no classes; a dense one needs a head of its own.
     """
 
     classes: Mapping[str, tuple[str, ...]]
@@ -440,6 +469,7 @@ class ModelRequest:
     image_size: int | tuple[int, ...] | None = None
     drop_path: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    targets: Mapping[str, TargetSpec] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -36,12 +36,16 @@ class Segments:
         places: where each token is in the packed sequence (B, N), in the order of the layout.
         position: position inside attention.
         inputs: computes the images of the segments, as `Method.maps` reads them.
+        whole: tokens of the image that each segment is a window of; None where segments are whole images.
+        owners: index of that image, for each segment; windows of one image are neighbors.
     """
 
     layout: TokenLayout
     places: Tensor
     position: Position | None = None
     inputs: Callable[[], Tensor] | None = None
+    whole: TokenLayout | None = None
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Pass:
         unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
         inputs: the images, clips or spectrograms that the trunk was called with, as `Method.maps` reads them.
         segments: batches of a packed sequence, whose tokens have no batch axis (N, D); None for ordinary tokens.
+        together: layers in which the windows of an image attend to each other.
+        whole: tokens of the image, where those of the layout are a window of it and share its schedule.
         grids: patch grid of each image of a batch that is padded behind; None where every patch of the layout is there.
     """
 
@@ -69,6 +75,8 @@ class Pass:
     inputs: Tensor | Callable[[], Tensor] | None = None
     segments: tuple[Segments, ...] | None = None
     grids: tuple[Grid, ...] | None = None
+    together: frozenset[int] = frozenset()
+    whole: TokenLayout | None = None
 
 
 class _Local(threading.local):
@@ -128,11 +136,12 @@ def open_pass(
     inputs: Tensor | Callable[[], Tensor] | None = None,
     segments: tuple[Segments, ...] | None = None,
     grids: tuple[Grid, ...] | None = None,
+    together: frozenset[int] = frozenset(),
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
     place = _pass.here()
     outer = place.current
-    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs, segments, grids)
+    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs, segments, grids, together)
     try:
         yield
     finally:

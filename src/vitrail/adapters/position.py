@@ -35,10 +35,11 @@ class Position(ABC):
             table: the rotation table that the model passed to its block, if any.
         """
 
-    def table(self, layer: int, positions: Tensor) -> Tensor | None:
+    def table(self, layer: int, positions: Tensor | None) -> Tensor | None:
         """Return the rotation table (B, H or 1, N, 2·d) of a layer at coordinates (B, N, axes); None for no rotation.
 
-        ``BlockAdapter.rotate`` applies it to queries and keys.
+        ``BlockAdapter.rotate`` applies it to queries and keys. Until tokens have merged, ``positions`` is None, and the
+        table is the model's own; only blocks that are not passed one (``BlockAdapter.rotates``) ask for it.
         """
         return None
 
@@ -49,6 +50,10 @@ class Position(ABC):
         sets ``BlockAdapter.biased``.
         """
         return None
+
+    def query_bias(self, layer: int, positions: Tensor | None, q: Tensor) -> Tensor | None:
+        """Return `bias`, where it may depend on the queries (B, H, N, d)."""
+        return self.bias(layer, positions)
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,10 @@ class Rotary(Position):
         special = positions.new_zeros(positions.shape[0], layout.num_special, positions.shape[2])
         return torch.cat([special, positions], 1)
 
-    def table(self, layer: int, positions: Tensor) -> Tensor:
+    def table(self, layer: int, positions: Tensor | None) -> Tensor | None:
         """Return sines and cosines at any coordinates (B, N, axes), as one table (B, H or 1, N, 2·d)."""
+        if positions is None:
+            return None
         frequencies = self.frequencies[min(layer, self.frequencies.shape[0] - 1)]
         angle = positions.unsqueeze(1) @ frequencies.to(positions.dtype)
         angle = angle.repeat_interleave(2, -1) if self.interleaved else torch.cat([angle, angle], -1)

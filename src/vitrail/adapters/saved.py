@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters.base import Library
+from vitrail.data.targets import TargetSpec
 from vitrail.errors import ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, LABELS_ATTRIBUTE, WEIGHTS
 
@@ -99,6 +101,22 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
         (vars(part)[LABELS_ATTRIBUTE] for part in model.modules() if LABELS_ATTRIBUTE in vars(part)), {}
     )
     return {question: tuple(classes) for question, classes in labels.get("classes", {}).items()}
+
+
+def target_specs(model: nn.Module) -> dict[str, TargetSpec]:
+    """Return what a trained model predicts by label column, for columns that hold no classes.
+
+    They are known for the same models as `class_names`. The values of a regression are mean + std · output.
+    """
+    labels: dict[str, Any] = next(
+        (vars(part)[LABELS_ATTRIBUTE] for part in model.modules() if LABELS_ATTRIBUTE in vars(part)), {}
+    )
+    return read_targets(labels)
+
+
+def read_targets(labels: Mapping[str, Any]) -> dict[str, TargetSpec]:
+    """Return the targets in the content of a ``labels.json``."""
+    return {column: TargetSpec(**values) for column, values in labels.get("targets", {}).items()}
 
 
 def saved_library(folder: Path) -> Library:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from vitrail.adapters.named_block import TIMM_NAMES, NamedBlock
 from vitrail.adapters.position import Position, Rotary
 from vitrail.adapters.saved import EMBEDDED, PREFIX, load_saved, named
 from vitrail.data.spec import MEAN, STD, InputSpec
+from vitrail.data.targets import TargetSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, TalkingHeadsAttention
@@ -190,14 +191,20 @@ class Vitrail(Library):
         if changes.get("in_chans", own.in_chans) != own.in_chans:
             raise InvalidOption(f"in_chans={changes['in_chans']}: the model in {folder} has {own.in_chans} channels")
         tasks = [spec.name for spec in own.tokens if spec.role is Role.TASK]
-        changes["num_classes"] = sum(len(names) for column, names in classes.items() if column not in tasks)
+        dense = [column for column, target in request.targets.items() if target.kind == "dense"]
+        own_columns = [column for column in classes if column not in (*tasks, *dense)]
+        changes["num_classes"] = sum(len(classes[column]) for column in own_columns)
+        changes["dense"] = sum(len(classes[column]) for column in dense)
         changes["tokens"] = tuple(
             replace(spec, classes=len(classes[spec.name])) if spec.name in tasks and spec.name in classes else spec
             for spec in own.tokens
         )
+        changes["tokens"] = with_kinds(changes["tokens"], classes, request.targets)
         made = ViT(replace(own, **changes))
         states = model.state_dict()
-        copy_weights(made, {k: v for k, v in states.items() if keep_heads or not k.startswith("heads.")})
+        copy_weights(
+            made, {k: v for k, v in states.items() if keep_heads or not k.startswith(("heads.", "dense_head."))}
+        )
         if model.pos_embed is not None and made.pos_embed is not None:
             _copy_positions(model, made)
         return made, {}
@@ -220,6 +227,24 @@ class Vitrail(Library):
 
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
         return ViT.from_pretrained(folder)
+
+
+def with_kinds(
+    tokens: Sequence[TokenSpec], classes: Mapping[str, Sequence[str]], targets: Mapping[str, TargetSpec]
+) -> tuple[TokenSpec, ...]:
+    """Return token specs whose heads are of the kind of the columns that they learn: values, or classes.
+
+    A task token learns the column of its name, class and distillation tokens the other ones.
+    """
+    kinds = {column: targets[column].kind if column in targets else "classification" for column in classes}
+    tasks = {spec.name for spec in tokens if spec.role is Role.TASK}
+    own = {kind for column, kind in kinds.items() if column not in tasks and kind != "dense"}
+
+    def kind_of(spec: TokenSpec) -> Literal["classification", "regression"]:
+        learned = {kinds[spec.name]} if spec.role is Role.TASK and spec.name in kinds else own
+        return "regression" if learned == {"regression"} else "classification"
+
+    return tuple(spec if spec.role is Role.REGISTER else replace(spec, kind=kind_of(spec)) for spec in tokens)
 
 
 @torch.no_grad()

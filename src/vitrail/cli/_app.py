@@ -16,6 +16,7 @@ from vitrail.cli._shared.ranks import exit_at_once
 COMMANDS = {
     "merge": "Merge a model's tokens on your images, and draw the groups as stained glass.",
     "demo": "Show a trained model's predictions while its tokens merge; takes seconds, without a download.",
+    "web": "Open a page in the browser on which tokens merge under a slider, or write it as plain files.",
     "bench": "Measure how fast merging makes a model, and how much of the possible speed-up that is.",
     "export": "Export a merged model to a file that runs without Vitrail, and verify it.",
     "tune": "Find the largest merge within a tolerance, or the best within a budget, on your images.",
@@ -25,6 +26,7 @@ COMMANDS = {
     "embed": "Compute features of every image of a dataset, to a file; resumable, on one machine or a Ray cluster.",
     "predict": "Write the most likely classes of every image of a dataset to a file.",
     "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
+    "serve": "Serve a model over HTTP: classes and embeddings of images, in shared batches, within limits.",
     "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
 }
 """What each command does. Its file has the function of its name, whose docstring says more, and the examples."""

@@ -26,9 +26,9 @@ from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, Guesses, Result, Summary, markdown_table, write_summary
 from vitrail.data import Dataset, open_dataset, read_image
 from vitrail.data.sample_images import drawings
+from vitrail.drawing.colors import colors
 from vitrail.drawing.predictions import WIDE, Column, prediction_sheet
 from vitrail.errors import ImageError, InvalidOption
-from vitrail.report.page.images import colors
 from vitrail.report.sections.attention import MAX_TOKENS
 from vitrail.tokens import token_names
 from vitrail.training.run_directory import model_of
@@ -81,8 +81,9 @@ def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summa
     given = open_dataset(images) if images else None
     skipped: list[dict[str, str]] = []
     if given is not None:
-        good, skipped = find_readable(given)
-        given = given.select(good)
+        readable = find_readable(given)
+        readable.note()
+        given, skipped = given.select(readable.indices), readable.skipped
     loaded = _load(model)
     folder = make_directory(out)
     if given is None:
@@ -113,7 +114,7 @@ def _load(name: str) -> Loaded:
     model_of(named(name))  # raises for a directory without a model
     with console.err.status(f"Loading {name}"):
         loaded = load(name, "demo", device="cpu")
-    if not loaded.questions:
+    if not any(question.kind == "classification" for question in loaded.questions):
         raise refused
     return loaded
 
@@ -183,6 +184,7 @@ def _one_sample(
         with vitrail.merge(loaded.model, keep=STRENGTHS[strength]) as merging:
             drawings, result, cost = compare_merged(loaded, merging, sample, f"{title}, {strength}", before)
             glass = next(iter(drawings.values()))
+            assert isinstance(glass, Image.Image)
             add_column(glass, strength, cost.tokens_after[-1], cost.flops_after, result.guesses_after)
         result.files["sheet"] = file.name
         results[strength].append(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,7 @@ def evaluate(
         str | None,
         typer.Option("--labels", "--tasks", metavar="COLUMNS", help="Label columns; by default those of the training."),
     ] = None,
+    masks: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of masks for a folder of images.")] = None,
     class_map: Annotated[
         Path | None,
         typer.Option("--class-map", metavar="FILE", help="JSON: the model's name of each class of the data."),
@@ -75,6 +77,7 @@ def evaluate(
                     data,
                     labels=columns,
                     class_map=class_map,
+                    masks=masks,
                     merge=setting,
                     size=size,
                     batch=batch,
@@ -143,11 +146,23 @@ def _print(found: Evaluation) -> None:
     settings = ", ".join(f"{name}={value}" for name, value in (found.merge or {}).items() if name != "protect")
     merged = "not merged" if found.merge is None else f"merged: {settings}"
     console.say(f"{counted(found.count, 'image')}, {merged}", style="bold")
-    table = console.table("head", "accuracy", "top 5", "calibration error")
-    for name, share in found.accuracy.items():
-        shares = (share, found.top5.get(name), found.calibration.get(name))
-        table.add_row(name, *("–" if value is None else f"{100 * value:.2f} %" for value in shares))
-    console.out.print(table)
+    others = {*found.mean_ap, *found.miou}
+    if classes := [name for name in found.accuracy if name not in others]:
+        table = console.table("head", "accuracy", "top 5", "calibration error")
+        for name in classes:
+            shares = (found.accuracy[name], found.top5.get(name), found.calibration.get(name))
+            table.add_row(name, *map(_percent, shares))
+        console.out.print(table)
+    if found.rmse:
+        table = console.table("head", "RMSE", "MAE", "R²")
+        for name, error in found.rmse.items():
+            r2 = found.r2.get(name)
+            table.add_row(name, f"{error:.4g}", f"{found.mae[name]:.4g}", "–" if r2 is None else f"{r2:.4f}")
+        console.out.print(table)
+    for name, mean in found.mean_ap.items():
+        _print_classes(found, name, ("mAP", mean, "average precision", found.ap[name]), "label accuracy")
+    for name, mean in found.miou.items():
+        _print_classes(found, name, ("mIoU", mean, "IoU", found.iou[name]), "pixel accuracy")
     console.say(f"Loss {found.loss:.4f}")
     if heads := found.disagreement:
         for i, j in combinations(range(len(heads.heads)), 2):
@@ -159,6 +174,23 @@ def _print(found: Evaluation) -> None:
         console.say(f"{found.images_per_s:,.0f} images/s, {found.dtype} on {found.device}, batch size {found.batch}")
     for text in found.notes:
         console.note(text)
+
+
+def _print_classes(
+    found: Evaluation, name: str, figures: tuple[str, float | None, str, Sequence[float | None]], accuracy: str
+) -> None:
+    """Print a mean figure, and that of each class where they are few."""
+    title, mean, each, values = figures
+    console.say(f"{name}: {title} {_percent(mean)}, {accuracy} {_percent(found.accuracy[name])}")
+    if len(values) <= MAX_CONFUSION:
+        table = console.table("class", each)
+        for one, value in zip(found.classes[name], values, strict=True):
+            table.add_row(one, _percent(value))
+        console.out.print(table)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.2f} %"
 
 
 def _print_confusion(found: Evaluation) -> None:

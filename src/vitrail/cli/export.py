@@ -19,6 +19,7 @@ from vitrail.cli._shared.summary import Cost
 from vitrail.export import ExportResult
 from vitrail.export import export as export_model
 from vitrail.export.formats import find_format
+from vitrail.export.script import write_script
 
 EXAMPLES = (
     "vitrail export timm:vit_base_patch16_224 --r 16 -o vit.onnx",
@@ -84,10 +85,10 @@ def export(
                 loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset
             )
             cost = cost_of(loaded, merging)
-        _report(model, result, cost)
+        _report(model, result, cost, write_script(result))
 
 
-def _report(name: str, result: ExportResult, cost: Cost) -> None:
+def _report(name: str, result: ExportResult, cost: Cost, script: Path | None) -> None:
     kind = f"ONNX, opset {result.opset}" if result.opset is not None else "torch.export program"
     console.say(f"{name} as {kind}, {str(result.dtype).removeprefix('torch.')}, {result.bytes / 1e6:.1f} MB")
     for what, shape in (("input    images", result.input), *((f"output   {n}", s) for n, s in result.outputs.items())):
@@ -101,4 +102,7 @@ def _report(name: str, result: ExportResult, cost: Cost) -> None:
             f"  checked  batch {check.batch}: largest error {check.max_abs:.2g}, relative {check.max_rel:.2g} "
             f"(allowed: {result.tolerance:g}){draws}"
         )
-    console.say(f"Written: {', '.join(str(file) for file in result.files)}", style="bold")
+    written = [*result.files, *([] if script is None else [script])]
+    console.say(f"Written: {', '.join(map(str, written))}", style="bold")
+    if script is not None:
+        console.say(f"Use it without Vitrail: python {script} cat.jpg")

@@ -16,13 +16,15 @@ from rich.text import Text
 
 from vitrail import report as reports
 from vitrail._distributed import World, distributed
+from vitrail._wording import counted
 from vitrail.cli._shared import console, options
+from vitrail.cli._shared.media import check_sample, open_for
 from vitrail.cli._shared.model import Loaded, load
 from vitrail.cli._shared.output import OutputError, check_writable
 from vitrail.cli._shared.prediction import predict
 from vitrail.cli._shared.ranks import command
-from vitrail.data import Dataset, InputSpec, open_dataset
-from vitrail.errors import UnsupportedInput
+from vitrail.data import Dataset, open_dataset
+from vitrail.errors import ImageError, UnsupportedInput
 from vitrail.report import Report
 from vitrail.report.page.formatting import number, percent
 from vitrail.report.page.render import check_jinja
@@ -40,7 +42,7 @@ EXAMPLES = (
     "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect hf:facebook/dinov2-large photos/ --limit 0",
 )
 
-SOURCES = "Image files, directories, parquet files, shards, hf:OWNER/NAME. Default: sample images."
+SOURCES = f"{options.SOURCES} Default: sample images."
 Images = Annotated[list[Path] | None, typer.Argument(metavar="IMAGES", help=SOURCES, show_default=False)]
 Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of a parquet file with the classes.")]
 Probes = Annotated[bool, typer.Option(help="Fit probes, which takes the longest.")]
@@ -88,10 +90,18 @@ def inspect(
 
 def open_images(given: Mapping[str, Any]) -> Dataset:
     """Open the images of a command's options, and check before a model is loaded that one of them can be read."""
-    source, limit, labels = given["images"] or None, given["limit"] or None, given["labels"] or ()
-    dataset = open_dataset(source, limit=limit, labels=labels, size=given["size"])
-    next(dataset.batches(dataset.statistics() or InputSpec((1, 1)), 1))
-    return dataset
+    dataset, reason = open_dataset(given["images"] or None, **_data_options(given)), None
+    for index in range(len(dataset)):
+        try:
+            check_sample(dataset, index)
+            return dataset
+        except ImageError as error:
+            reason = reason or error
+    raise ImageError(f"none of the {counted(len(dataset), 'image')} could be read. The first: {reason}")
+
+
+def _data_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"limit": given["limit"] or None, "labels": given["labels"] or (), "size": given["size"]}
 
 
 def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: World) -> Report | None:
@@ -106,6 +116,7 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
 
     with console.err.status(f"Loading {name}"):
         loaded = world.run(load_checked)
+    fitting = world.run(lambda: open_for(dataset, given["images"] or None, loaded.spec, **_data_options(given)))
     if given["random_weights"]:
         console.note(f"{name} has random weights here: the results say nothing about trained ones.")
     chosen = {"batch_size": given["batch"], "probes": given["probes"], "cure": given.get("cure", False)}
@@ -114,7 +125,7 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
         try:
             with console.bars() as progress:
                 return reports.inspect(
-                    loaded.model, dataset, **chosen, seed=given["seed"], progress=progress, name=name
+                    loaded.model, fitting, **chosen, seed=given["seed"], progress=progress, name=name
                 )
         except torch.OutOfMemoryError as error:
             raise UnsupportedInput(

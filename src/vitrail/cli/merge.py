@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import vitrail
 from vitrail.cli._shared import console, options
-from vitrail.cli._shared.media import check_any, find_readable, skip
+from vitrail.cli._shared.media import MEDIA, check_any, find_readable, open_for, skip
 from vitrail.cli._shared.model import load
-from vitrail.cli._shared.output import Names, make_directory, write_image
+from vitrail.cli._shared.output import Names, make_directory, write_drawing
 from vitrail.cli._shared.prediction import compare_merged, mean_cost, predict
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, Result, Summary, markdown_table, write_summary
@@ -31,6 +31,8 @@ EXAMPLES = (
     "vitrail merge timm:vit_small_patch14_dinov2 cat.jpg --keep 0.25 --image-size 518",
     "vitrail merge hf:facebook/deit-small-patch16-224 cat.jpg --gflops 2.5 --schedule decreasing",
     "vitrail merge timm:vit_tiny_patch16_224 cat.jpg -r 16 --random-weights",
+    "vitrail merge hf:MCG-NJU/videomae-base-finetuned-kinetics clips/ -r 64",
+    "vitrail merge hf:MIT/ast-finetuned-audioset-10-10-0.4593 'sounds/*.wav' -r 32",
 )
 
 
@@ -39,7 +41,7 @@ def merge(
     model: options.Model,
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGES", help="Image files, folders, parquet files, shards, or hf:OWNER/NAME."),
+        typer.Argument(metavar="IMAGES", help=options.SOURCES),
     ],
     r: options.R = None,
     keep: options.Keep = None,
@@ -56,15 +58,22 @@ def merge(
 ) -> None:
     """Write for each image the stained glass (one pane per remaining token) and a side-by-side view.
 
-    Also writes a summary with tokens per layer, FLOPs, and how close the merged model's output is to the unmerged
+    Clips become a filmstrip and a film, sounds a spectrogram, each with the groups of patches as stained glass. Also
+    writes a summary with tokens per layer, FLOPs, and how close the merged model's output is to the unmerged
     one's.
     """
     settings = options.merge_options(ctx.params)
     with command():
-        dataset = open_dataset(images, labels=None, limit=limit or None)
-        good, skipped = find_readable(dataset)  # before loading the model, which may take long
+        given: dict[str, Any] = {"labels": None, "limit": limit or None}
+        dataset = open_dataset(images, **given)
+        readable = find_readable(dataset)  # before loading the model, which may take long
         with console.err.status(f"Loading {model}"):
             loaded = load(model, "merge", random=random_weights, size=size, device=device)
+        fitting = open_for(dataset, images, loaded.spec, **given)
+        if fitting is not dataset:
+            dataset, readable = fitting, find_readable(fitting)
+        readable.note()
+        good, skipped = readable.indices, readable.skipped
         with vitrail.merge(loaded.model, **settings) as merging:  # wrong options are found before anything is written
             config = merging.config
         folder = make_directory(out)
@@ -86,24 +95,25 @@ def merge(
                 before = predict(loaded, batch)
                 with vitrail.merge(loaded.model, **settings) as merging:
                     drawings, result, cost = compare_merged(loaded, merging, sample, dataset.name(index), before)
-                for ending, file in names.of(index, drawings).items():
-                    write_image(file, drawings[ending])
+                suffixes = {ending: getattr(drawing, "suffix", ".png") for ending, drawing in drawings.items()}
+                for ending, file in names.of(index, suffixes).items():
+                    write_drawing(file, drawings[ending])
                     result.files[ending] = file.name
                 results.append(result)
                 costs.append(cost)
         check_any(results, dataset)
         input_size, kind = loaded.spec.size, loaded.device.type
         summary = Summary(model, loaded.weights, kind, input_size, config, mean_cost(costs), results, skipped)
-        _conclude(summary, costs, folder)
+        _conclude(summary, costs, folder, MEDIA[dataset.modality].noun)
     if skipped:
         raise typer.Exit(1)
 
 
-def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path) -> None:
-    """Write the summary, and print its table, with the cost of each image."""
+def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path, noun: str) -> None:
+    """Write the summary, and print its table, with the cost of each sample; ``noun`` is what samples are called."""
     tokens = " ".join(map(str, summary.cost.tokens_after))
     if any(cost != costs[0] for cost in costs):
-        tokens += ", mean over the images"
+        tokens += f", mean over the {noun}"
     rows = [
         (
             result.picture,
@@ -134,5 +144,5 @@ def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path) -> None:
     console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
-        console.error(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")
-    console.say(f"Images and summary.md are in {folder}", style="bold")
+        console.error(f"{len(summary.skipped)} of {total} {noun} could not be read and were skipped, see above.")
+    console.say(f"Drawings and summary.md are in {folder}", style="bold")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from vitrail import training
-from vitrail.adapters.saved import read_config, read_labels
+from vitrail.adapters.saved import read_config, read_labels, read_targets
 from vitrail.cli._shared import console
 from vitrail.cli._shared.ranks import command
 from vitrail.errors import InvalidOption
@@ -20,6 +20,7 @@ from vitrail.models.saving import ARCHITECTURE
 from vitrail.training import Event, Run
 from vitrail.training.config import OPTIONS, default_text, read_value, read_yaml
 from vitrail.training.config.options import Option
+from vitrail.training.evaluation.result import headlines
 from vitrail.training.interrupt import Interrupted, OutOfTime
 
 EXAMPLES = (
@@ -27,6 +28,9 @@ EXAMPLES = (
     "vitrail train --data train.parquet --validation val.parquet --model timm:resnet18 -o runs/teacher",
     "vitrail train --data train.parquet --tokens cls,distillation,register=4 --teacher runs/teacher -o runs/student",
     "vitrail train --data pets.parquet --tasks breed,species --merge r=8,over_epochs=10",
+    "vitrail train --data ages.csv --labels age --kind regression",
+    "vitrail train --data photos/ --masks masks/ --kind dense --mask-classes sky,road,car",
+    "vitrail train --data sounds/ --patch-size 8,8 --sampling '{rate: 8000}'",
     "vitrail train -o runs/first --resume",
     "On several devices: torchrun --nproc-per-node 4 -m vitrail train --data photos/",
 )
@@ -63,8 +67,9 @@ def train(
             with _progress() as on_event:
                 run = training.train(None, on_event=on_event, **limits, **given)
         except Interrupted as stop:
-            console.error(str(stop))
-            raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
+            planned = isinstance(stop, OutOfTime)
+            (console.note if planned else console.error)(str(stop))
+            raise typer.Exit(3 if planned else 130) from stop
         _print_next_steps(run)
 
 
@@ -109,8 +114,7 @@ def _progress() -> Iterator[Callable[[Event], None]]:
             elif event.kind == "start":
                 console.say(event.text)
             elif event.kind == "evaluation":
-                scores = (f"{name} {100 * share:.2f} %" for name, share in event.values["accuracy"].items())
-                console.say(f"{step}  {'  '.join(scores)}")
+                console.say(f"{step}  {'  '.join(headlines(event.values))}")
             elif event.kind in ("reading", "evaluating"):
                 update(f"{event.kind} {event.text}".strip(), event.done, event.total)
             elif event.kind == "train":
@@ -131,13 +135,16 @@ def _print_next_steps(run: Run) -> None:
     best = ", best/ the one with the best score" if run.best else ""
     console.say(f"  last/ is the model after the last step{best}")
     if run.best:
-        console.say(f"  best score {100 * run.best['score']:.2f} % after step {run.best['step']}")
+        score, targets = run.best["score"], read_targets(read_labels(last))
+        text = f"{score:.4f}" if targets else f"{100 * score:.2f} %"
+        console.say(f"  best score {text} after step {run.best['step']}")
     steps = [f"evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging"]
     config = read_config(last)
     if config.get("architecture") == ARCHITECTURE:  # a model of ours
-        if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
+        labels = read_labels(last)
+        if not labels.get("classes"):
             steps.append(f"train --model {name} --data LABELED  # fine-tune it")
-        elif read_labels(last).get("classes"):
+        elif labels["classes"].keys() - labels.get("targets", {}).keys():
             steps.append(f"demo --model {name}              # predictions and attention at several merge rates")
         steps.append(f"inspect vitrail:{name} IMAGES  # artifact tokens, attention, features")
         steps.append(f"export vitrail:{name} -r 8 -o model.onnx")

@@ -28,7 +28,7 @@ def tune(
     model: options.Model,
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGES", help="Image files, folders, parquet files, shards, or hf:OWNER/NAME."),
+        typer.Argument(metavar="IMAGES", help=options.SOURCES),
     ],
     within: Annotated[
         str | None,

@@ -155,7 +155,9 @@ def open_batches(
         if labels is not None and _is_image(data[0]) and not isinstance(labels, str):
             numbers: Any = _as_labels(labels, len(data))
             columns, data = (), [*zip(data, numbers.tolist(), strict=True)]
-        return Batches(open_dataset(data, limit=limit, labels=columns), "collection", limit=limit)
+        modality = "video" if "T" in axes and "H" in axes else "audio" if "F" in axes else None
+        dataset = open_dataset(data, limit=limit, labels=columns, modality=modality)
+        return Batches(dataset, "collection", limit=limit)
     if isinstance(data, Iterable):
         if labels is not None:
             raise InvalidOption("labels of batches come with them, as (images, labels); leave labels out")

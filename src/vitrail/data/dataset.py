@@ -22,19 +22,21 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitrail._checks import as_tuple, check_int, check_rank, check_share
+from vitrail._checks import as_tuple, check_int, check_rank, check_share, is_int
 from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
-from vitrail.data.decode import as_image, center_square
+from vitrail.data.columns import likely_kind, read_classes, read_kinds, read_several, read_values
+from vitrail.data.decode import as_image, center_crop, center_square
 from vitrail.data.loading.order import generator
 from vitrail.data.recording import Recording
-from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Sample, TensorSpec
+from vitrail.data.sample import UNKNOWN, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
 from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources import Labels, Source, open_source
-from vitrail.data.sources.base import LABEL, MAX_CLASSES
+from vitrail.data.sources.base import LABEL
 from vitrail.data.sources.decoded import DecodedSource
 from vitrail.data.spec import InputSpec, to_tensor
+from vitrail.data.targets import CLASSES, MASK, MASK_CLASSES, Kind, Targets, TargetSpec, is_known, spans
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 
 TAKES = {"video": "video clips", "audio": "sounds", "array": "arrays"}
@@ -50,8 +52,10 @@ class Dataset:
     """Samples of a source, or some of them, with their labels. Images are decoded when they are read.
 
     Attributes:
-        labels: (N, T) in int64: class number in each label column, -1 for none.
-        classes: names of the classes by label column, in the order of ``labels``.
+        labels: (N, W): a class number for each label column, in int64, -1 for none. With other targets than classes it
+            is float32, and a column may take several places: see `vitrail.data.targets`.
+        classes: names of the classes by label column, in the order of ``labels``; of a regression, the column itself.
+        targets: what label columns hold, for those that hold no classes.
         num_unlabeled: how many samples of the source were left out because they have no label.
     """
 
@@ -62,6 +66,7 @@ class Dataset:
         labels: Tensor | None = None,
         classes: Mapping[str, Sequence[str]] | None = None,
         *,
+        targets: Targets | None = None,
         num_unlabeled: int = 0,
         size: tuple[int, ...] | None = None,
         cache: dict[int, dict[int, Tensor | str]] | None = None,
@@ -73,13 +78,18 @@ class Dataset:
         self._skipped: dict[int, str] = {}
         self.labels = torch.zeros(len(self._rows), 0, dtype=torch.int64) if labels is None else labels
         self.classes = {column: tuple(names) for column, names in (classes or {}).items()}
+        self.targets = dict(targets or {})
         self.num_unlabeled = num_unlabeled
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __repr__(self) -> str:
-        columns = [f"{name}: {len(names)} classes" for name, names in self.classes.items()]
+        kinds = {name: self.targets[name].kind if name in self.targets else "" for name in self.classes}
+        columns = [
+            f"{name}: {kinds[name] if kinds[name] == 'regression' else f'{len(names)} classes'}"
+            for name, names in self.classes.items()
+        ]
         return f"Dataset({', '.join([str(len(self)), *columns])})"
 
     def __getitem__(self, index: int) -> Sample:
@@ -102,14 +112,47 @@ class Dataset:
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """Names of the classes in the first label column; None where classes are numbers without names."""
+        if next(iter(self.classes), None) in self.targets:
+            return None
         names = next(iter(self.classes.values()), None)
         return None if names == tuple(map(str, range(len(names or ())))) else names
 
     @property
     def class_counts(self) -> dict[str, list[int]]:
-        """Number of samples of each class, by label column."""
-        columns = zip(self.classes.items(), self.labels.T, strict=True)
-        return {name: labels[labels >= 0].bincount(minlength=len(names)).tolist() for (name, names), labels in columns}
+        """Number of samples of each class, by label column of classes."""
+        found = {}
+        for column, (names, where) in self._columns().items():
+            values, kind = self.labels[:, where], self.targets.get(column, CLASSES).kind
+            if kind == "classification":
+                found[column] = values[values >= 0].long().bincount(minlength=len(names)).tolist()
+            elif kind == "multilabel":
+                found[column] = values.nansum(0).long().tolist()
+        return found
+
+    @property
+    def scaled_targets(self) -> dict[str, TargetSpec]:
+        """The targets, of a regression with mean and standard deviation of the samples' values."""
+        found = {}
+        for column, (_, where) in self._columns().items():
+            target = self.targets.get(column)
+            if target is not None and target.kind == "regression":
+                values = self.labels[:, where].double()
+                values = values[~values.isnan()]
+                std = float(values.std(correction=0)) if len(values) else 1.0
+                target = replace(target, mean=float(values.mean()) if len(values) else 0.0, std=std or 1.0)
+            if target is not None:
+                found[column] = target
+        return found
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether masks are a target; :meth:`tensor` then reads them as a fourth channel."""
+        return any(target.kind == "dense" for target in self.targets.values())
+
+    def _columns(self) -> dict[str, tuple[tuple[str, ...], slice]]:
+        """Return the classes of each label column, and its place in the table of labels."""
+        places = spans(self.classes, self.targets)
+        return {column: (names, places[column]) for column, names in self.classes.items()}
 
     @property
     def has_masks(self) -> bool:
@@ -157,9 +200,22 @@ class Dataset:
     def read(self, index: int) -> Sample:
         """Read one sample; raise ``ImageError`` if it, its mask or its boxes cannot be read."""
         sample = self._source.read(self._rows[index])
-        numbers = zip(self.classes, self.labels[index].tolist(), strict=True)
-        labels = {column: number for column, number in numbers if number >= 0}
-        return sample._replace(label=labels.get(next(iter(self.classes), "")), labels=labels)
+        labels = self._labels_of(index)
+        first = next(iter(self.classes), "")
+        return sample._replace(label=None if first in self.targets else labels.get(first), labels=labels)
+
+    def _labels_of(self, index: int) -> dict[str, Any]:
+        """Return the labels of a sample by column: a class number, a value, or several class numbers."""
+        found: dict[str, Any] = {}
+        for column, (_, where) in self._columns().items():
+            values, kind = self.labels[index, where], self.targets.get(column, CLASSES).kind
+            if kind == "dense" or not is_known(values[None], kind):
+                continue
+            if kind == "multilabel":
+                found[column] = tuple(values.nonzero()[:, 0].tolist())
+            else:
+                found[column] = float(values[0]) if kind == "regression" else int(values[0])
+        return found
 
     def fetch_sample(self, index: int) -> Callable[[], Sample]:
         """Read the bytes of one sample and return a function that decodes it, without mask, boxes and labels.
@@ -169,7 +225,10 @@ class Dataset:
         return self._source.fetch(self._rows[index], annotations=False)
 
     def tensor(self, index: int, size: int) -> Tensor:
-        """Read a sample as a tensor: an array as it is, the largest centered square of an image as (3, size, size)."""
+        """Read a sample as a tensor: an array as it is, the largest centered square of an image as (3, size, size).
+
+        With masks as a target it is (4, size, size), the last channel being the mask.
+        """
         return self.fetch(index, size)()
 
     def fetch(self, index: int, size: int) -> Decode:
@@ -181,12 +240,17 @@ class Dataset:
             raise ImageError(known)
         if known is not None:
             return lambda: known
-        read = self._source.fetch(row, annotations=False)
+        dense = self.is_dense
+        read = self._source.fetch(row, annotations=dense)
 
         def decode() -> Tensor:
             try:
-                image = read().image
-                found[row] = made = image if isinstance(image, Tensor) else center_square(image, size)
+                sample = read()
+                image = sample.image
+                made = image if isinstance(image, Tensor) else center_square(image, size)
+                if dense:
+                    made = torch.cat([made, _square_mask(sample, size)])
+                found[row] = made
             except ImageError as error:
                 found[row] = str(error)
                 raise
@@ -196,7 +260,7 @@ class Dataset:
 
     def spec_at(self, size: int) -> TensorSpec:
         """Return shape and dtype of what :meth:`tensor` reads at a size."""
-        return self.tensor_spec or TensorSpec((3, size, size), torch.uint8)
+        return self.tensor_spec or TensorSpec((4 if self.is_dense else 3, size, size), torch.uint8)
 
     def batches(
         self,
@@ -243,7 +307,8 @@ class Dataset:
     def _prepare(self, index: int, spec: InputSpec) -> Batch:
         """Read one sample as a batch, preprocessed; the original, which may be large, is gone."""
         sample = self.read(index)
-        labels = self.labels[[index], 0] if self.classes else None
+        first = next(iter(self.classes), None)
+        labels = None if first is None or first in self.targets else self.labels[[index], 0].long()
         if isinstance(sample.image, Recording):
             return Batch(sample.image.tensor(spec)[None], (index,), (sample.name,), labels)
         if spec.is_array:
@@ -280,7 +345,9 @@ class Dataset:
 
     def bare(self) -> Dataset:
         """Return the same samples without labels and cache: what a worker process needs."""
-        return Dataset(self._source, self._rows)
+        return Dataset(
+            self._source, self._rows, targets={name: one for name, one in self.targets.items() if one.kind == "dense"}
+        )
 
     def select(self, indices: Iterable[int]) -> Dataset:
         """Return the samples with these indices, in this order, numbered from 0."""
@@ -331,8 +398,31 @@ class Dataset:
 
     def _with(self, **changes: Any) -> Dataset:
         kept = {"num_unlabeled": self.num_unlabeled, "size": self._size, "cache": self._cache}
-        given = {"rows": self._rows, "labels": self.labels, "classes": self.classes, **kept, **changes}
+        table = {"labels": self.labels, "classes": self.classes, "targets": self.targets}
+        given = {"rows": self._rows, **table, **kept, **changes}
         return Dataset(**{"source": self._source, **given})
+
+    def _values(self, column: str) -> list[Any]:
+        """Return the values of a column of the source as they are."""
+        found = self._source.values(column)
+        return [found[row] for row in self._rows]
+
+    def _likely_kind(self, column: str) -> Kind | None:
+        """Return what a column of the source holds that holds no classes; None if there is no such column."""
+        try:
+            return likely_kind(self._source.values(column))
+        except InvalidOption:
+            return None
+
+    def _has_column(self, column: str) -> bool:
+        """Return whether the source has a column of labels of this name."""
+        for read in (self._source.labels, self._source.values):
+            try:
+                read(column)
+                return True
+            except InvalidOption:
+                continue
+        return False
 
     def _column(self, column: str | None) -> Labels:
         """Return a label column of the dataset, or of its source while it has none; None for the default one."""
@@ -346,7 +436,7 @@ class Dataset:
                 f"labels={column!r}: this dataset was opened with {', '.join(self.classes)}; open it "
                 "with the columns you need"
             )
-        return Labels(self.labels[:, list(self.classes).index(column)].tolist(), self.classes[column])
+        return Labels(self.labels[:, self._columns()[column][1]][:, 0].long().tolist(), self.classes[column])
 
 
 def open_dataset(
@@ -358,6 +448,9 @@ def open_dataset(
     limit: int | None = None,
     size: tuple[int, ...] | None = None,
     modality: str | None = None,
+    kind: str | Mapping[str, str] | None = None,
+    masks: Any = None,
+    mask_classes: Sequence[str] | int | None = None,
 ) -> Dataset:
     """Open a dataset without decoding it yet.
 
@@ -366,6 +459,8 @@ def open_dataset(
 
             - an image file, several of these or a glob pattern; a folder of images, or of class folders; the same for
               video clips and sounds;
+            - a label file: CSV, TSV or parquet, with a column of paths relative to it (``path``, ``file_name`` …), any
+              columns of labels, and maybe one of mask files (``mask``);
             - parquet files as Hugging Face writes them, or a folder of these;
             - WebDataset shards: ``*.tar`` files or a folder of these, or ``wds:PATH/name-{000..012}.tar``;
             - ``hf:OWNER/NAME[:SPLIT]``, or a dataset of the ``datasets`` library;
@@ -379,6 +474,13 @@ def open_dataset(
         classes: names of the classes as a checkpoint knows them; class numbers follow these.
         labeled: whether to leave out samples without a label, and to raise where there are none with one.
         limit: most samples, spread evenly.
+        kind: what the label columns hold, one for all or a mapping: ``classification``, ``regression`` (numbers),
+            ``multilabel`` (lists of classes, or text such as ``"cat;small"``) or ``dense`` (masks, the column
+            ``"mask"``). By default floating point numbers are a regression, lists are multi-label, and everything else
+            is classes.
+        masks: for a folder of images, a folder with the masks: files of the same names in the same subfolders.
+        mask_classes: names or number of the classes whose numbers are the values of masks, 255 for unknown pixels. By
+            default values above 0 are foreground, and a column ``trimap`` has 1 for foreground, 2 for background.
         size: height and width to resize images to, instead of the model's own.
         modality: what files hold, ``image``, ``video`` or ``audio``; by default what their endings say. A GIF is
             an image unless this is ``video``.
@@ -395,13 +497,20 @@ def open_dataset(
         check_int("limit", limit)
     columns = None if labels is None else as_tuple(labels)
     source = list(samples().values()) if source is None else source
-    dataset = source if isinstance(source, Dataset) else Dataset(open_source(source, columns or (), modality))
+    if columns == () and kind == "dense":
+        columns = (MASK,)
+    kinds = read_kinds(kind, columns or tuple(classes or ()))
+    names = _mask_names(mask_classes)
+    if not isinstance(source, Dataset):
+        opened = open_source(source, columns or (), modality, masks, None if mask_classes is None else len(names))
+        source = Dataset(opened)
+    dataset: Dataset = source
     if columns is None:
-        dataset = dataset._with(labels=dataset.labels[:, :0], classes={})
+        dataset = dataset._with(labels=dataset.labels[:, :0], classes={}, targets={})
     else:
         is_folder = isinstance(source, str | os.PathLike) and Path(source).is_dir()
         where = f"{source} is an unlabeled folder: " if is_folder else ""
-        dataset = _labeled(dataset, columns, dict(classes or {}), labeled, where)
+        dataset = _labeled(dataset, columns, dict(classes or {}), labeled, kinds, names, where)
     if limit is not None and limit < len(dataset):
         dataset = dataset.select(number * len(dataset) // limit for number in range(limit))
     return dataset._with(size=size) if size is not None else dataset
@@ -412,6 +521,8 @@ def fingerprint_difference(
 ) -> str | None:
     """Describe how two fingerprints of datasets with the same classes differ; None if they are equal."""
     for column, names in classes.items():
+        if column not in before["counts"] or column not in now["counts"]:
+            continue
         counts = (one["counts"][column] for one in (before, now))
         for name, was, is_now in zip(names, *counts, strict=True):
             if was != is_now:
@@ -424,7 +535,13 @@ def fingerprint_difference(
 
 
 def _labeled(
-    dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequence[str]], required: bool, where: str = ""
+    dataset: Dataset,
+    columns: tuple[str, ...],
+    known: dict[str, Sequence[str]],
+    required: bool,
+    kinds: Mapping[str, Kind],
+    mask_names: tuple[str, ...],
+    where: str = "",
 ) -> Dataset:
     """Return a dataset with these label columns, or with the one that is most likely the class.
 
@@ -437,20 +554,27 @@ def _labeled(
     chosen = tuple(known or columns or dataset.classes) or (LABEL,)
     only = chosen == (LABEL,) if not dataset.classes else len(chosen) == len(dataset.classes) == 1
     found: dict[str, tuple[str, ...]] = {}
-    numbers = []
+    targets: dict[str, TargetSpec] = {}
+    parts, complete = [], torch.ones(len(dataset), dtype=torch.bool)
     try:
         for column in chosen:
-            name = None if only and not columns else column
-            found[column], values = _number(column, dataset._column(name), known.get(column))
-            numbers.append(values)
+            name = None if only and not columns and column not in kinds and column not in dataset.targets else column
+            target, found[column], values = _read_column(
+                dataset, column, name, kinds.get(column), known.get(column), mask_names
+            )
+            if target != CLASSES:
+                targets[column] = target
+            parts.append(values)
+            complete &= is_known(values, target.kind)
     except InvalidOption:
         if required or columns or known:
             raise
         return dataset  # without labels: what is there is no class
-    table = torch.stack(numbers, 1)
-    rows = (table >= 0).all(1).nonzero()[:, 0]
+    table = torch.cat([part.float() for part in parts] if targets else parts, 1)
+    dataset_with = dataset._with(labels=table, classes=found, targets=targets)
+    rows = complete.nonzero()[:, 0]
     if not required:
-        return dataset._with(labels=table, classes=found) if (table >= 0).any() else dataset
+        return dataset_with if targets or (table >= 0).any() else dataset
     if not len(rows):
         part, recipe = ("val", "") if known else ("train", "; a recipe that needs no labels takes labels='none'")
         raise ImageError(
@@ -459,63 +583,68 @@ def _labeled(
             f"column{recipe}"
         )
     missing = len(table) - len(rows) + dataset.num_unlabeled
-    return dataset._with(labels=table, classes=found).select(rows.tolist())._with(num_unlabeled=missing)
+    return dataset_with.select(rows.tolist())._with(num_unlabeled=missing)
 
 
-def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tuple[str, ...], Tensor]:
-    """Return names and numbers (N,) of a label column's classes, -1 for none; numbered as known classes are."""
-    numbers = torch.tensor([UNLABELED if value is None else value for value in given.numbers], dtype=torch.int64)
-    top = int(numbers.max()) + 1 if len(numbers) else 0
-    if top > MAX_CLASSES:
-        raise InvalidOption(f"{column}: a class has the number {top - 1}; expected class numbers from 0")
-    names = tuple(given.names or ())
-    if names and top > len(names):
-        raise InvalidOption(f"{column}: a class has the number {top - 1}, and only {len(names)} classes have names")
-    if known is None:
-        return names or tuple(str(number) for number in range(top)), numbers
-    known = tuple(known)
-    if not names and top and known != tuple(map(str, range(len(known)))):
-        raise InvalidOption(
-            f"{column}: the classes here are numbers without names, and the known classes have names "
-            f"({_shortened(known)}); expected class folders, or a column of names"
-        )
-    if not names and top > len(known):
-        raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
-    if not names or names == known:
-        return known, numbers
-    places = _places(known, names)
-    unknown = [names[number] for number in numbers[numbers >= 0].unique().tolist() if names[number] not in places]
-    if unknown or len(set(known)) < len(known):
-        shown = f"{_shortened(unknown)} {'is' if len(unknown) == 1 else 'are'}" if unknown else "a repeated name is"
-        raise InvalidOption(f"{column}: {shown} not among the {len(known)} known classes ({_shortened(known)})")
-    table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])
-    return known, table[numbers]  # the last entry is for -1
+def _read_column(
+    dataset: Dataset,
+    column: str,
+    name: str | None,
+    kind: Kind | None,
+    known: Sequence[str] | None,
+    mask_names: tuple[str, ...],
+) -> tuple[TargetSpec, tuple[str, ...], Tensor]:
+    """Return what a label column holds, the names of its classes, and its part of the table of labels."""
+    if column in dataset.targets and kind in (None, dataset.targets[column].kind):
+        names, where = dataset._columns()[column]
+        if known is None or tuple(known) == names:
+            return dataset.targets[column], names, dataset.labels[:, where]
+        if set(known) == set(names):
+            return dataset.targets[column], tuple(known), dataset.labels[:, where][:, [names.index(n) for n in known]]
+        raise InvalidOption(f"{column}: its classes are {', '.join(names[:5])}; expected those of the model")
+    if kind is None and column == MASK and dataset.has_masks and not dataset._has_column(column):
+        kind = "dense"
+    if kind == "dense":
+        if not dataset.has_masks:
+            raise InvalidOption(
+                f"{column}: there are no masks; expected a column 'mask' of a label file or a parquet file, or a "
+                "folder of masks beside a folder of images, masks="
+            )
+        return TargetSpec("dense"), tuple(known or mask_names), torch.zeros(len(dataset), 0)
+    if kind in (None, "classification"):
+        try:
+            return CLASSES, *read_classes(column, dataset._column(name), known)
+        except InvalidOption:
+            if kind is not None or name is None:
+                raise
+            kind = dataset._likely_kind(name)
+            if kind is None:
+                raise
+    if name is None:
+        raise InvalidOption(f"kind={kind!r} needs a label column; name it, labels=")
+    values, names = dataset._values(name), dataset.names
+    if kind == "regression":
+        return TargetSpec("regression"), (column,), read_values(column, values, names)
+    return TargetSpec("multilabel"), *read_several(column, values, names, known)
 
 
-def _places(known: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    """Return the place of known classes, by their own names and by the given names that differ only in spelling."""
-    places = {name: number for number, name in enumerate(known)}
-    spelled: dict[str, list[int]] = {}
-    for number, name in enumerate(known):
-        spelled.setdefault(plain_name(name), []).append(number)
-    for name in names:
-        alike = spelled.get(plain_name(name), [])
-        if name not in places and len(alike) == 1:
-            places[name] = alike[0]
-    return places
+def _mask_names(given: Sequence[str] | int | None) -> tuple[str, ...]:
+    """Return the names of the classes of masks."""
+    if given is None:
+        return MASK_CLASSES
+    names: Any = tuple(map(str, range(given))) if isinstance(given, int) and is_int(given, 2) else given
+    good = isinstance(names, list | tuple) and 2 <= len(names) < UNKNOWN and len(set(names)) == len(names)
+    if not good or not all(isinstance(name, str) and name for name in names):
+        raise InvalidOption(f"mask_classes={given!r}: expected a number from 2, or two or more different names")
+    return tuple(names)
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a class without case, and with single blanks for ``_`` and other blanks.
-
-    >>> plain_name("English_springer ") == plain_name("english  springer")
-    True
-    """
-    return " ".join(name.replace("_", " ").casefold().split())
-
-
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join([repr(name) for name in names[:5]] + ["..."] * (len(names) > 5))
+def _square_mask(sample: Sample, size: int) -> Tensor:
+    """Return the mask of the part of an image that `center_square` keeps, as (1, size, size)."""
+    if sample.mask is None:
+        raise ImageError(f"{sample.name}: the sample has no mask; give it one, or leave it out")
+    image = center_crop(Image.fromarray(sample.mask), (size, size), Image.Resampling.NEAREST)
+    return torch.from_numpy(np.array(image))[None]
 
 
 def _collate(parts: Sequence[Batch]) -> Batch:

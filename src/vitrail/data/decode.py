@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from vitrail.errors import ImageError, InvalidOption
+from vitrail.errors import ImageError, ImageTooLarge, InvalidOption
 
 MAX_PIXELS = 100_000_000
 """Larger images are refused before they are decoded; a small file can unpack to gigabytes."""
@@ -62,9 +62,9 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     return decode_image(Path(path), path)
 
 
-def decode_image(source: Path | bytes, name: str | os.PathLike[str]) -> Image.Image:
+def decode_image(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an image file or its bytes, as :func:`read_image` does; ``name`` is used in errors."""
-    with _opened(source, name) as image:
+    with _opened(source, name, max_pixels) as image:
         size = _scaled_to.get()
         if size is not None:
             image.draft(None, (SCALED_MARGIN * size[1], SCALED_MARGIN * size[0]))
@@ -183,7 +183,9 @@ def center_square(image: Image.Image, size: int) -> Tensor:
     return torch.from_numpy(np.array(center_crop(image, (size, size)))).permute(2, 0, 1).contiguous()
 
 
-def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def center_crop(
+    image: Image.Image, size: tuple[int, int], how: Image.Resampling = Image.Resampling.BICUBIC
+) -> Image.Image:
     """Return the largest centered part of an image of the aspect ratio of (height, width), resized to it."""
     width, height = image.size
     if (height, width) == size:
@@ -192,7 +194,8 @@ def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     across, down = size[1] * scale, size[0] * scale
     left, top = (width - across) / 2, (height - down) / 2
     box = (left, top, min(left + across, width), min(top + down, height))
-    return image.resize(size[::-1], Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    gap = None if how is Image.Resampling.NEAREST else 3.0
+    return image.resize(size[::-1], how, box=box, reducing_gap=gap)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -299,7 +302,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _opened(source: Path | bytes, name: str | os.PathLike[str]) -> Iterator[Image.Image]:
+def _opened(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """Open an image file or its bytes, and check its size; every error inside becomes an ImageError."""
     if isinstance(source, Path):
         _check_file(source)
@@ -307,10 +310,10 @@ def _opened(source: Path | bytes, name: str | os.PathLike[str]) -> Iterator[Imag
         raise ImageError(f"{name}: the image is empty; {_EXPECTED}. Fetch or export it again")
     with warnings.catch_warnings():  # Pillow warns about odd metadata
         warnings.simplefilter("ignore")
-        with _open(name, source if isinstance(source, Path) else io.BytesIO(source)) as image:
+        with _open(name, source if isinstance(source, Path) else io.BytesIO(source), max_pixels) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
+            if width * height > max_pixels:
+                raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels", max_pixels)
             if width * height == 0:
                 raise ImageError(f"{name}: the image has no pixels ({width} × {height}); export it again")
             try:
@@ -334,13 +337,13 @@ def _check_file(path: Path) -> None:
         raise ImageError(f"{path}: the file is empty; {_EXPECTED}. Fetch or export it again")
 
 
-def _open(name: str | os.PathLike[str], file: Path | IO[bytes]) -> Image.Image:
+def _open(name: str | os.PathLike[str], file: Path | IO[bytes], max_pixels: int) -> Image.Image:
     """Read the header of an image."""
     Image.init()
     try:
         return Image.open(file, formats=[kind for kind in _FORMATS if kind in Image.OPEN])
     except Image.DecompressionBombError as error:
-        raise _too_large(name, str(error)) from error
+        raise _too_large(name, str(error), max_pixels) from error
     except UnidentifiedImageError as error:
         raise ImageError(
             f"{name}: not an image, or its header is damaged; {_EXPECTED}. Convert it to one of these first"
@@ -373,9 +376,9 @@ def _missing(path: Path, expected: str = "") -> ImageError:
     )
 
 
-def _too_large(name: str | os.PathLike[str], size: str) -> ImageError:
-    return ImageError(
-        f"{name}: the image is too large ({size}); expected at most {MAX_PIXELS / 1e6:.0f} megapixels. Scale it down"
+def _too_large(name: str | os.PathLike[str], size: str, max_pixels: int) -> ImageTooLarge:
+    return ImageTooLarge(
+        f"{name}: the image is too large ({size}); expected at most {max_pixels / 1e6:g} megapixels. Scale it down"
     )
 
 

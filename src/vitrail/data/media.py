@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,15 +47,35 @@ def recording(modality: str, content: Path | bytes, name: str | None = None) -> 
     return make(content, name)
 
 
+def read_recordings(modality: str, samples: Any) -> list[Recording]:
+    """Return one clip or sound, or several, each as it is or as the path of a file."""
+    several = list(samples) if isinstance(samples, list | tuple) else [samples]
+    noun, kind = MEDIA[modality].noun, MEDIA[modality].make
+    wrong = [one for one in several if not isinstance(one, str | os.PathLike | Recording)]
+    if wrong or not several:
+        got = type(wrong[0]).__name__ if wrong else "none"
+        raise InvalidOption(f"expected {noun}s, or paths of their files; got {got}")
+    require(modality)
+    assert kind is not None
+    return [one if isinstance(one, Recording) else kind(one) for one in several]
+
+
 def require(modality: str) -> None:
     """Import the library that decodes a medium, or raise with the extra that installs it."""
     MEDIA[modality].require()
 
 
-def modality_of(path: Path) -> str | None:
-    """Return the modality of a file by its ending; None if it is not known."""
+def modality_of(path: Path, *, sure: bool = False) -> str | None:
+    """Return the modality of a file by its ending; None if unknown, or with ``sure`` if there are several."""
     ending = path.suffix.lower()
-    return next((name for name, medium in MEDIA.items() if ending in medium.extensions), None)
+    known = [name for name, medium in MEDIA.items() if ending in medium.extensions]
+    return known[0] if known and not (sure and len(known) > 1) else None
+
+
+def endings_of(modality: str) -> frozenset[str]:
+    """Return the endings that only files of a modality have."""
+    others = (medium.extensions for name, medium in MEDIA.items() if name != modality)
+    return frozenset(MEDIA[modality].extensions).difference(*others)
 
 
 def check_modality(modality: str | None) -> None:

@@ -29,9 +29,10 @@ class Sample(NamedTuple):
         image: the image in RGB; for arrays a tensor (C, ...).
         name: name shown to the user.
         label: class number in the dataset's first label column; None without one.
-        mask: (H, W) in uint8: 1 foreground, 0 background, 255 unknown.
+        mask: (H, W) in uint8: class numbers, by default 1 foreground and 0 background, and 255 unknown.
         boxes: (x0, y0, x1, y1) around each object, in pixels of the image.
-        labels: class number by label column, for the columns that label this sample.
+        labels: class number by label column, for the columns that label this sample; the value of a regression, and
+            the class numbers of several classes.
     """
 
     image: Image.Image | Any
@@ -39,7 +40,7 @@ class Sample(NamedTuple):
     label: int | None = None
     mask: np.ndarray | None = None
     boxes: tuple[Box, ...] | None = None
-    labels: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default is never changed)
+    labels: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default is never changed)
 
     @property
     def picture(self) -> Image.Image:

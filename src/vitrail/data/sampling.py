@@ -132,6 +132,13 @@ class Spectrogram:
         """Length of the Fourier transform: the next power of two."""
         return 1 << (self.window_samples - 1).bit_length()
 
+    def band_of(self, hertz: float, bands: int) -> float:
+        """Return which of some bands a frequency is the center of, from 0; between bands a fraction."""
+        low, high, at = _to_mel(
+            torch.tensor([self.low, self.high or self.rate / 2, hertz], dtype=torch.float64), self.mel
+        ).tolist()
+        return float((at - low) / (high - low) * (bands + 1) - 1)
+
     def samples(self, frames: int) -> int:
         """Return how many samples a spectrogram of this many frames shows."""
         return (frames - 1) * self.hop_samples + (self.window_samples if self.whole else 1)

@@ -28,6 +28,9 @@ _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,avi,gif,matroska,webm,mpeg,mpegts,mpegvideo,
 SEEK_SECONDS = 10
 """Frames further apart are reached by a seek; closer ones by decoding what lies between."""
 
+SEEN = 640
+"""Longest side of the frames of `Clip.seen`, in pixels."""
+
 CUT_OFF = 0.05
 """Share of a clip that may be missing against its header before it counts as cut off."""
 
@@ -90,12 +93,32 @@ class Clip(Recording):
 
     def values(self, spec: InputSpec) -> Tensor:
         """Read frames (3, T, H, W) in uint8, the largest centered part of the model's aspect ratio, resized."""
-        assert isinstance(spec.sampling, FrameSampling)
-        number, *size = spec.size
-        timeline = self.timeline()
-        indices = spec.sampling.choose(number, timeline.count, float(timeline.rate))
+        _, *size = spec.size
+        indices, _ = self._chosen(spec)
         resized = [np.asarray(center_crop(image, (size[0], size[1]))) for image in self._images(indices)]
         return torch.from_numpy(np.stack(resized)).permute(3, 0, 1, 2).contiguous()
+
+    def seen(self, spec: InputSpec) -> list[tuple[float, Image.Image]]:
+        """Return the frames that a model sees, cropped as it sees them but at their own resolution, and their times.
+
+        Times are in seconds. Frames larger than ``SEEN`` pixels are reduced.
+        """
+        _, height, width = spec.size
+        indices, rate = self._chosen(spec)
+        found = []
+        for index, image in zip(indices, self._images(indices), strict=True):
+            scale = min(image.width / width, image.height / height)
+            scale = min(scale, SEEN / max(height, width))
+            size = (max(round(height * scale), 1), max(round(width * scale), 1))
+            found.append((index / rate, center_crop(image, size)))
+        return found
+
+    def _chosen(self, spec: InputSpec) -> tuple[list[int], float]:
+        """Return the indices of the frames that a model sees, and the clip's frames per second."""
+        assert isinstance(spec.sampling, FrameSampling)
+        timeline = self.timeline()
+        rate = float(timeline.rate)
+        return spec.sampling.choose(spec.size[0], timeline.count, rate), rate
 
     def _images(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         """Yield frames as they are decoded; a frame that is wanted several times is decoded once."""

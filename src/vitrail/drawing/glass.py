@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,22 +37,29 @@ def stained_glass(image: Image.Image, groups: Any, *, lead: float | None = None)
         >>> stained_glass(Image.new("RGB", (300, 200), "red"), np.arange(6).reshape(2, 3)).size
         (300, 200)
     """
-    cells = _check_groups(groups)
     if lead is not None and not (np.isreal(lead) and np.isfinite(lead) and lead >= 0):
         raise InvalidOption(f"lead={lead!r}: expected a width in pixels, 0 or more")
-    pixels = np.asarray(as_rgb(image))
-    height, width = pixels.shape[:2]
+    return paint([as_rgb(image)], _check_groups(groups)[None], lead)[0]
+
+
+def paint(images: Sequence[Image.Image], groups: Any, lead: float | None = None) -> list[Image.Image]:
+    """Paint RGB images of one size as stained glass, with groups (n, h, w): a group has one color in all of them."""
+    cells = np.unique(groups, return_inverse=True)[1].reshape(np.shape(groups))
+    pixels = [np.asarray(image) for image in images]
+    height, width = pixels[0].shape[:2]
     if height * width == 0:
         raise UnsupportedInput(f"the image has no pixels ({width} × {height})")
-    row, column = _Axis(height, cells.shape[0]), _Axis(width, cells.shape[1])
+    row, column = _Axis(height, cells.shape[1]), _Axis(width, cells.shape[2])
     lead = _lead_width(row, column) if lead is None else min(float(lead), row.step, column.step)
-
     palette = _mean_colors(pixels, cells, row, column)
-    cell_colors = palette[cells][:, column.cell]  # (h, W, 3): rows of cells, as wide as the image
-    painted = cell_colors[row.cell]
-    if lead > 0:
-        _draw_leads(painted, cells, row, column, lead)
-    return Image.fromarray(painted)
+    made = []
+    for one in cells:
+        cell_colors = palette[one][:, column.cell]  # (h, W, 3): rows of cells, as wide as the image
+        painted = cell_colors[row.cell]
+        if lead > 0:
+            _draw_leads(painted, one, row, column, lead)
+        made.append(Image.fromarray(painted))
+    return made
 
 
 class _Axis:
@@ -77,19 +85,23 @@ class _Axis:
         return np.unique(self.cell, return_index=True)
 
 
-def _mean_colors(pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis) -> NDArray[np.uint8]:
-    """Return each group's mean color (G, 3): pixels summed exactly over cells, then cells over groups."""
+def _mean_colors(
+    images: Sequence[NDArray[np.uint8]], cells: NDArray[np.intp], row: _Axis, column: _Axis
+) -> NDArray[np.uint8]:
+    """Return each group's mean color (G, 3): pixels summed exactly over cells, then cells over groups and images."""
     rows, row_starts = row.starts()
     columns, column_starts = column.starts()
-    seen = cells[np.ix_(rows, columns)].ravel()
     heights = np.diff(row_starts, append=row.cell.size)
     widths = np.diff(column_starts, append=column.cell.size)
-    strips = np.add.reduceat(pixels, row_starts, axis=0, dtype=np.uint32)
-    sums = np.add.reduceat(strips, column_starts, axis=1, dtype=np.uint64).reshape(-1, 3)
     total = int(cells.max()) + 1
-    area = np.bincount(seen, weights=np.outer(heights, widths).ravel(), minlength=total)
-    colors = np.stack([np.bincount(seen, weights=channel, minlength=total) for channel in sums.T], axis=-1)
-    return np.rint(colors / np.maximum(area, 1)[:, None]).astype(np.uint8)
+    area, sums = np.zeros(total), np.zeros((total, 3))
+    for pixels, groups in zip(images, cells, strict=True):
+        seen = groups[np.ix_(rows, columns)].ravel()
+        strips = np.add.reduceat(pixels, row_starts, axis=0, dtype=np.uint32)
+        parts = np.add.reduceat(strips, column_starts, axis=1, dtype=np.uint64).reshape(-1, 3)
+        area += np.bincount(seen, weights=np.outer(heights, widths).ravel(), minlength=total)
+        sums += np.stack([np.bincount(seen, weights=channel, minlength=total) for channel in parts.T], axis=-1)
+    return np.rint(sums / np.maximum(area, 1)[:, None]).astype(np.uint8)
 
 
 def _draw_leads(painted: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis, lead: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +130,11 @@ class Features(nn.Module):
         self._recorder = watch(model, "tokens", layers or -1, keep=lambda tensor: tensor)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
+        whole = any(one.tokens == "output" for one in self._wanted)
+        return self.run(self.model if whole else self._found.trunk, images)[0]
+
+    def run(self, call: Callable[[Tensor], Any], images: Tensor) -> tuple[dict[str, Tensor], Any]:
+        """Return the wanted tokens of a pass, and what ``call`` returns, which runs the model or its trunk."""
         late: list[Tensor] = []
         trunk, adapter = self._found.trunk, self._found.adapter
         norm = adapter.final_norm(trunk)
@@ -138,8 +143,7 @@ class Features(nn.Module):
             hook = norm.register_forward_hook(lambda _, __, output: late.append(output))
         try:
             with self._recorder.hooked():
-                whole = any(one.tokens == "output" for one in self._wanted)
-                output = self.model(images) if whole else trunk(images)
+                output = call(images)
         finally:
             if hook is not None:
                 hook.remove()
@@ -155,7 +159,7 @@ class Features(nn.Module):
             else:
                 is_last = one.layer == self._depth - 1 and self._stage is None
                 found[one.name] = one.of(recording.tokens[one.layer], recording.layout, norm if is_last else None)
-        return found
+        return found, output
 
 
 class Embedder(Core):

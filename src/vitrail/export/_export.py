@@ -20,6 +20,7 @@ import vitrail
 from vitrail._atomic_files import rename_all
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import input_spec
+from vitrail.adapters.registry import declared_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
 from vitrail.export._trace import PlainModel, explained, trace
 from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
@@ -129,10 +130,9 @@ def export(
     draws = DRAWS if expected is not None and len(set(expected)) > 1 else 1
     with _staging(path) as directory:
         program = trace(plain, torch.zeros_like(images), batch == "dynamic")
-        metadata: dict[str, Any] = {"vitrail": vitrail.__version__, "input": INPUT, "shape": (free, *image_shape)}
+        metadata = _metadata(plain, outputs, (free, *image_shape), dtype)
         if merging is not None and expected is not None:
-            spec = merging.found.adapter.input_spec(merging.found.trunk)
-            metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
+            metadata |= {"merging": merging.config, "tokens": expected[1:]}
         staged = directory / path.name
         kind.write(program, tuple(outputs), metadata, staged, opset)
         file = kind.load(staged, tuple(outputs))
@@ -168,6 +168,21 @@ def export(
         comparisons=comparisons,
         tolerance=float(tolerance),
     )
+
+
+def _metadata(plain: PlainModel, outputs: dict[str, Tensor], shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a user of the file needs to know: input, preprocessing, and the class names of each output."""
+    found: dict[str, Any] = {
+        "vitrail": vitrail.__version__,
+        "input": INPUT,
+        "shape": shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "classes": plain.class_names(outputs),
+    }
+    spec = declared_spec(plain.model)
+    if spec is not None:
+        found |= {"modality": spec.modality, "scale": spec.scale, "mean": spec.mean, "std": spec.std}
+    return found
 
 
 def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._wording import kind_of
-from vitrail.adapters.saved import class_names
+from vitrail.adapters.registry import named_classes
+from vitrail.adapters.saved import class_names, target_specs
 from vitrail.errors import ExportError, VitrailError, VitrailWarning
 from vitrail.heads import Output
 
@@ -32,11 +33,12 @@ class PlainModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.names = class_names(model)
         self.tasks: tuple[Target, ...] = ()
-        if len(names := class_names(model)) > 1:
+        if len(self.names) > 1:
             from vitrail.training.objective.targets import assign_targets
 
-            self.tasks = assign_targets(model, names)
+            self.tasks = assign_targets(model, self.names, target_specs(model))
         self.eval()  # the model already is
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
@@ -49,6 +51,21 @@ class PlainModel(nn.Module):
         if isinstance(result, Tensor) and self.tasks:
             return {task.name: task.read(result) for task in self.tasks}
         return named_tensors(result)
+
+    def class_names(self, outputs: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+        """Return the class names of those outputs that score classes with names."""
+        if not self.names:
+            found = {
+                name: named_classes(self.model, value.shape[1]) for name, value in outputs.items() if value.dim() == 2
+            }
+            return {name: names for name, names in found.items() if names is not None}
+        own = {task.name: {task.name, *task.heads, *(["logits"] if task.own else [])} for task in self.tasks}
+        return {
+            output: names
+            for column, names in self.names.items()
+            for output, value in outputs.items()
+            if value.shape[1:] == (len(names),) and output in own.get(column, outputs)
+        }
 
 
 def named_tensors(result: Any) -> dict[str, Tensor]:
@@ -64,7 +81,7 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Output):  # features are not exported
-        yield from _walk({"logits": value.logits, **value.by_role}, name)
+        yield from _walk({"logits": value.logits, **value.by_role, "dense": value.dense}, name)
     elif isinstance(value, Tensor):
         yield name or "output", value
     elif isinstance(value, Mapping):

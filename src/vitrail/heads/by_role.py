@@ -29,11 +29,13 @@ class Output(NamedTuple):
         logits: fused logits (B, classes); pooled features (B, D) if ``num_classes`` is 0; None with task tokens only.
         by_role: logits of each head, by the name of its tokens; ``patch`` for pooled patches.
         features: all tokens (B, N, D) after the final norm.
+        dense: logits (B, classes, H, W) of a dense head; None without one.
     """
 
     logits: Tensor | None
     by_role: dict[str, Tensor]
     features: Tensor
+    dense: Tensor | None = None
 
 
 class Heads(nn.Module):

@@ -155,7 +155,7 @@ def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | T
         r: number of tokens that merge away, for the whole batch or per image (B,).
     """
     if isinstance(r, int) and present is None:
-        return Assignment(_place_by_kind(group, mask), group.shape[1] - r)
+        return Assignment(place_by_kind(group, mask), group.shape[1] - r)
     return Assignment(*_place_present(group, mask, present, r))
 
 
@@ -258,7 +258,7 @@ class Matcher:
 REFERENCE = Matcher()
 
 
-def _place_by_kind(group: Tensor, mask: Tensor, present: Tensor | None = None) -> Tensor:
+def place_by_kind(group: Tensor, mask: Tensor, present: Tensor | None = None) -> Tensor:
     """Return the new position of every token: protected first, then remaining even positions, then odd ones."""
     length = group.shape[1]
     position = torch.arange(length, device=group.device)
@@ -280,5 +280,5 @@ def _place_present(group: Tensor, mask: Tensor, present: Tensor | None, r: int |
         present = torch.ones_like(group, dtype=torch.bool)
     kept = present.sum(1) - r
     length = int(kept.max())
-    placed = _place_by_kind(group, mask, present)
+    placed = place_by_kind(group, mask, present)
     return torch.where(present, placed, kept.clamp(max=length - 1).unsqueeze(1)), length

@@ -52,6 +52,13 @@ class Room:
     feasible: Capacity | None = None
     special: int | None = None
 
+    def runs(self, depth: int) -> Sequence[tuple[int, Room | None]]:
+        """Return the number of layers, and the room, of each run of layers that begins with all of its tokens.
+
+        The room is None where nothing can merge.
+        """
+        return ((depth, self),)
+
     @property
     def patches(self) -> int:
         """Number of patches, protected ones included."""
@@ -77,6 +84,27 @@ class Room:
                 first = None
                 length -= r
             result.append(r)
+        return tuple(result)
+
+
+@dataclass(frozen=True)
+class RunsRoom(Room):
+    """Room in a model whose layers do not all continue what the ones before left.
+
+    Attributes:
+        pieces: number of layers and room of each run of layers; None where nothing can merge.
+    """
+
+    pieces: tuple[tuple[int, Room | None], ...] = ()
+
+    def runs(self, depth: int) -> Sequence[tuple[int, Room | None]]:
+        return self.pieces
+
+    def cap(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        result: list[int] = []
+        for depth, room in self.pieces:
+            own = wanted[len(result) : len(result) + depth]
+            result += [0] * depth if room is None else room.cap(own)
         return tuple(result)
 
 
@@ -171,7 +199,12 @@ class Schedule:
     def solve(self, depth: int, room: Room, cost: Cost | None = None) -> Solution:
         """Compute the merges of each layer for this many tokens."""
         if self.keep is not None:
-            return self._solve_keep(depth, room)
+            runs = [
+                Solution((0,) * layers, (0,) * layers) if one is None else self._solve_keep(layers, one)
+                for layers, one in room.runs(depth)
+            ]
+            asked = [r for run in runs for r in run.wanted]
+            return Solution(tuple(asked), tuple(r for run in runs for r in run.per_layer))
         if self.gflops is not None:
             if cost is None:
                 raise ValueError("a budget needs a cost")

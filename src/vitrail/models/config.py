@@ -17,10 +17,19 @@ DISTILLATION_TOKEN = TokenSpec("distillation", Role.DISTILLATION)
 Stem = Literal["patches", "convolutions"]
 Position = Literal["learned", "sincos", "rotary", "none"]
 MlpKind = Literal["gelu", "swiglu"]
+DenseKind = Literal["linear", "decoder"]
 FinalNorm = Literal["tokens", "pooled", "none"]
 
-_CHOICES = {"stem": Stem, "position": Position, "mlp": MlpKind, "pool": Pool, "fuse": Fuse, "final_norm": FinalNorm}
-_INTEGERS = {"in_chans": 1, "width": 1, "depth": 1, "heads": 1, "num_classes": 0, "class_attention": 0}
+_CHOICES = {
+    "stem": Stem,
+    "position": Position,
+    "mlp": MlpKind,
+    "pool": Pool,
+    "fuse": Fuse,
+    "final_norm": FinalNorm,
+    "dense_head": DenseKind,
+}
+_INTEGERS = {"in_chans": 1, "width": 1, "depth": 1, "heads": 1, "num_classes": 0, "class_attention": 0, "dense": 0}
 _RATES = ("drop_path", "dropout", "attention_dropout", "patch_drop")
 _FLAGS = ("qkv_bias", "proj_bias", "qk_norm", "talking_heads", "pre_norm", "drop_path_uniform")
 _TIMM = {
@@ -52,6 +61,8 @@ class ViTConfig:
     - ``drop_path``: rate in the last block, rising linearly from 0; in all blocks with ``drop_path_uniform``.
     - ``class_attention``: number of class-attention layers after the blocks (CaiT); only tokens that enter there
       change in them.
+    - ``dense``: classes of a head that predicts one for each pixel; 0 for no such head. ``dense_head``: ``"linear"``,
+      or a small convolutional ``"decoder"`` (`vitrail.heads`).
     """
 
     image_size: int | tuple[int, ...] = 224
@@ -82,6 +93,8 @@ class ViTConfig:
     attention_dropout: float = 0.0
     class_attention: int = 0
     talking_heads: bool = False
+    dense: int = 0
+    dense_head: DenseKind = "linear"
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -92,6 +105,8 @@ class ViTConfig:
         for name, sides in (("patch_size", patch), ("image_size", image)):
             if not isinstance(getattr(self, name), int):
                 object.__setattr__(self, name, sides)  # JSON has lists instead of tuples
+        if self.dense and len(patch) == 3:
+            raise InvalidOption(f"dense={self.dense} needs a model of images; this one takes clips")
         halvings = len(patch) == 2 and patch[0] == patch[1] and patch[0].bit_count() == 1 and patch[0] > 1
         if self.stem == "convolutions" and not (halvings and self.width % (patch[0] // 2) == 0):
             raise InvalidOption(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
-from vitrail.heads import AttentionPool, Heads, Output
+from vitrail.heads import AttentionPool, DecoderHead, DenseHead, Heads, Output
 from vitrail.models.config import ViTConfig
 from vitrail.models.layers import Block, ClassAttentionBlock, PatchEmbed, layer_norm
 from vitrail.models.position import resample, rotary_table, sincos_table
@@ -66,6 +66,7 @@ class ViT(nn.Module):
         self.norm = layer_norm(config) if config.final_norm == "tokens" else nn.Identity()
         self._init_weights()
         self.heads = _heads(config)
+        self.dense_head = _dense_head(config)
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -114,13 +115,17 @@ class ViT(nn.Module):
         self.config = config
 
     def forward(self, x: Tensor) -> Tensor | Output:
-        """Return the logits (B, num_classes), or an `Output` if the model has task tokens."""
+        """Return the logits (B, num_classes), or an `Output` if the model has task tokens or a dense head."""
         return self._short(self.forward_output(x))
 
     def forward_output(self, x: Tensor) -> Output:
-        """Return the logits, the logits of each head by name, and the features of all tokens."""
+        """Return the logits, the logits of each head by name, the features of all tokens, and a map if there is one."""
         features = self.forward_features(x)
-        return self.heads(features, self._layout_of(features))
+        output: Output = self.heads(features, self._layout_of(features))
+        if self.dense_head is None:
+            return output
+        layout = TokenLayout.from_specs(self.config.tokens, self._grid(tuple(x.shape[2:])))
+        return output._replace(dense=self.dense_head(features, layout, tuple(x.shape[2:])))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor | Output:
         """Return the output of `forward` for features (B, N, D); with ``pre_logits`` the pooled features (B, D)."""
@@ -212,6 +217,7 @@ class ViT(nn.Module):
 
     def _short(self, output: Output) -> Tensor | Output:
         several = any(spec.role is Role.TASK for spec in self.config.tokens)
+        several = several or output.dense is not None
         return output if several or output.logits is None else output.logits
 
     def _entered(self, layer: int) -> tuple[TokenSpec, ...]:
@@ -305,6 +311,13 @@ def _heads(config: ViTConfig) -> Heads:
         attention = AttentionPool(width, config.heads, mlp_ratio=config.mlp_ratio, norm_eps=config.norm_eps)
     given: dict[str, Any] = {"pool": config.pool, "fuse": config.fuse, "attention": attention, "norm_eps": norm}
     return Heads(config.tokens, width, config.num_classes, **given)
+
+
+def _dense_head(config: ViTConfig) -> DenseHead | DecoderHead | None:
+    if not config.dense:
+        return None
+    kind = DecoderHead if config.dense_head == "decoder" else DenseHead
+    return kind(config.width, config.dense)
 
 
 def undecayed(model: nn.Module) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,9 @@ from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.layout import first_class_token
-from vitrail.runtime.plan import Plan
+from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import Reading, SideTokens, advance, prepare, widen
-from vitrail.runtime.trace import TracedPass
+from vitrail.runtime.trace import TracedPass, record
 from vitrail.tokens import TokenLayout, TokenSpan
 
 
@@ -41,6 +41,7 @@ class Carried:
         unmasked: whether the caller passed no mask.
         side: side tokens that have entered (B, E, D).
         tokens: the merged tokens, where the tensor that carries this is a full-length copy of them.
+        padding: number of keys of zeros behind the tokens, which nothing merges.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Carried:
     unmasked: bool = False
     side: Tensor | None = None
     tokens: Tensor | None = None
+    padding: int = 0
 
     def run(self, parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall) -> tuple[Tensor, Carried]:
         """Run one block; return the tokens, and the state for the next block."""
@@ -61,6 +63,10 @@ class Carried:
     def sent(self, tokens: Tensor | None) -> Carried:
         """Return the state as the outgoing tokens carry it; ``tokens`` as in the attribute."""
         return replace(self, r=self.state.r, tokens=tokens)
+
+    def ends(self, mine: BlockPlan) -> bool:
+        """Return whether tokens are restored behind a block."""
+        return mine.is_last
 
     def restore(self, x: Tensor) -> Tensor:
         """Return merged tokens at full length."""
@@ -74,9 +80,13 @@ class Carried:
         """Return the state after the added tokens of a layer entered."""
         return replace(self, side=added.enter(layer, self.side, x))
 
-    def passes(self, out: Tensor) -> list[TracedPass]:
-        """Return the record of a finished pass, from the full-length tokens ``out``."""
-        return [TracedPass(self.layout, self.state, out.shape[0], out.device)]
+    def unmerge(self, x: Tensor) -> Tensor:
+        """Return values of the present tokens (B, N, D) at full length, each group's for its members."""
+        return self.state.unmerge(x)
+
+    def record(self, out: Tensor) -> None:
+        """Add a finished pass to the traces of this thread, from the full-length tokens ``out``."""
+        record(self.plan, TracedPass(self.layout, self.state, out.shape[0], out.device))
 
     def with_tokens(self, places: Sequence[int], special: tuple[TokenSpan, ...]) -> Carried:
         """Return the state after tokens entered at these places among the special tokens, which are now ``special``."""
@@ -88,33 +98,74 @@ def merged_forward(
     parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
     """Run one block; return the tokens, the side tokens, and the state for the next block."""
-    state, side, added = carried.state, carried.side, carried.plan.added
-    call = read_mask(call, carried, x.shape[1])
-    if carried.plan.foresight is not None:
-        state = carried.plan.foresight.look(x, state)
+    side, added = carried.side, carried.plan.added
+    call, state = prepare_block(parts, block, x, call, carried)
     gate = added.gate(state.layer) if added is not None and side is not None else None
-    if not torch.compiler.is_compiling():
-        carried.plan.report_hooks(parts.attend_parts(block))
-    state = _with_positions(state, carried, x, call.rope)
-    if not parts.biased and call.mask is None and not call.causal and gate is None:
+    if not parts.biased and call.mask is None and not call.causal and gate is None and not carried.padding:
         dense = dense_block(parts, block, x, carried.plan, state)
         if dense is not None:
             carried = carried if state is carried.state else replace(carried, state=state)
             return _dense_forward(parts, block, dense, x, call, carried)
 
-    method, entered = carried.plan.method, state
-    if method.place == "before":
-        x, state = _reduce_before(parts, block, x, call, carried, state)
-    h = parts.attend_norm(block, x)
-    projected = parts.qkv(block, h)
-    own = attention = Attention.of(parts, block, projected, call, carried, state)
+    attending = attend_block(parts, block, x, call, carried, state)
+    own = attention = attending.attention
     if side is not None:
         reading = prepare(parts, block, side)
         mask = None if call.mask is None else call.mask[-1:]  # side tokens attend to what a patch may attend to
         side = advance(parts, block, side, reading, own.k, own.v, key_bias(own.size, mask, reading.q), gate)
         if gate is not None:
             attention = own.widened(reading, gate)
-    attended = attention.attend(call.causal)
+    x, state = feed_block(attending, attention.attend(call.causal))
+    return x, side, state
+
+
+def prepare_block(
+    parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried
+) -> tuple[BlockCall, MergeState]:
+    """Return the call with the mask of the present tokens, and the state with what the block needs."""
+    call, state = read_mask(call, carried, x.shape[1]), carried.state
+    if carried.plan.foresight is not None:
+        state = carried.plan.foresight.look(x, state)
+    if not torch.compiler.is_compiling():
+        carried.plan.report_hooks(parts.attend_parts(block))
+    return call, _with_positions(state, carried, x, call.rope)
+
+
+class Attending(NamedTuple):
+    """A block whose attention is about to run.
+
+    Attributes:
+        entered, state: the state with which the tokens entered, and after a reduction before attention.
+        x: the tokens (B, N, D); ``h`` their norm, ``projected`` their queries, keys and values.
+    """
+
+    call: BlockCall
+    carried: Carried
+    entered: MergeState
+    state: MergeState
+    x: Tensor
+    h: Tensor
+    projected: Projections
+    attention: Attention
+
+
+def attend_block(
+    parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried, state: MergeState
+) -> Attending:
+    """Run a block up to its attention."""
+    entered = state
+    if carried.plan.method.place == "before":
+        x, state = _reduce_before(parts, block, x, call, carried, state)
+    h = parts.attend_norm(block, x)
+    projected = parts.qkv(block, h)
+    attention = Attention.of(parts, block, projected, call, carried, state)
+    return Attending(call, carried, entered, state, x, h, projected, attention)
+
+
+def feed_block(attending: Attending, attended: Tensor) -> tuple[Tensor, MergeState]:
+    """Run a block from its attended values (B, N, H·d) on; return the tokens and the state for the next block."""
+    call, carried, entered, state, x, h, projected, own = attending
+    parts, block, method = own.parts, own.block, carried.plan.method
     x = parts.add(x, parts.attend_branch(block, parts.attend_output(block, attended, h)))
     if method.place == "between":
         context = _context(carried, state, x, lambda: projected)
@@ -125,7 +176,7 @@ def merged_forward(
     x = parts.add(x, parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x))))
     if method.scope == "block" and state is not entered:
         x, state = state.next_layer().restore(x, method), replace(entered, archive=state.archive)
-    return x, side, state.next_layer(x)
+    return x, state.next_layer(x)
 
 
 def _reduce_before(
@@ -201,7 +252,7 @@ def _dense_forward(
         elif r:
             x, state = _reduce_before(parts, block, x, call, carried, state)
         r = 0
-    if call.rope is not None:
+    if call.rope is not None or parts.rotates:
         entered = state
 
         def rotate(qkv: Projections) -> tuple[Tensor, Tensor]:
@@ -243,6 +294,7 @@ class Attention(NamedTuple):
         size: sizes by which keys count (B, N), and their log₂ where known; None where all are 1.
         mask: mask of the present tokens, boolean or additive.
         bias: position bias (…, H, N, N).
+        padding: number of keys behind the tokens that are no tokens.
     """
 
     parts: BlockAdapter
@@ -254,6 +306,7 @@ class Attention(NamedTuple):
     log2_size: Tensor | None
     mask: Tensor | None
     bias: Tensor | None
+    padding: int = 0
 
     @classmethod
     def of(
@@ -270,7 +323,11 @@ class Attention(NamedTuple):
         k, v = repeat_heads(q, k, qkv[2])
         size = attention_size(carried.plan, state)
         log2_size = state.log2_size if carried.plan.proportional else None
-        return cls(parts, block, q, k, v, size, log2_size, call.mask, position_bias(carried.position, state))
+        bias, padding = position_bias(carried.position, state, qkv[0]), carried.padding
+        if padding:
+            k, v = pad_keys(parts, block, k, v, padding)
+            size, log2_size = None if size is None else F.pad(size, (0, padding), value=1.0), None
+        return cls(parts, block, q, k, v, size, log2_size, call.mask, bias, padding)
 
     def widened(self, reading: Reading, gate: Tensor) -> Attention:
         """Append side tokens to the keys: visible to all, without a position."""
@@ -282,7 +339,7 @@ class Attention(NamedTuple):
 
     def attend(self, causal: bool) -> Tensor:
         """Compute proportional attention; return (B, N, H·d)."""
-        parts, block, q, k, v, size, log2_size, mask, bias = self
+        parts, block, q, k, v, size, log2_size, mask, bias, _ = self
         scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
         mask = mask_with_bias(mask, bias)
         if parts.fused:
@@ -293,6 +350,10 @@ class Attention(NamedTuple):
 
     def weights(self, present: Tensor | None, queries: Sequence[int] | None) -> Tensor:
         """Compute attention rows (B, H, Q, N), or the mean attention that each token receives (B, H, N)."""
+        found = self._weights(present, queries)
+        return found[..., : found.shape[-1] - self.padding] if self.padding else found
+
+    def _weights(self, present: Tensor | None, queries: Sequence[int] | None) -> Tensor:
         parts, block = self.parts, self.block
         scale = parts.attention_scale(block) or self.q.shape[-1] ** -0.5
 
@@ -321,11 +382,12 @@ def rotated(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys with rotary position, by the model's own table until tokens have merged."""
     q, k, v = qkv
+    merged = None if state.size is None else state.positions
+    if position is not None and (parts.rotates if table is None else merged is not None):
+        own = position.table(state.layer, merged)
+        table = table if own is None else own
     if table is None:
         return q, k
-    if state.size is not None and position is not None and state.positions is not None:
-        merged = position.table(state.layer, state.positions)
-        table = table if merged is None else merged
     return parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
 
 
@@ -335,11 +397,22 @@ def attention_size(plan: Plan, state: MergeState) -> Tensor | None:
     return state.size if counts else state.presence
 
 
-def position_bias(position: Position | None, state: MergeState) -> Tensor | None:
-    """Return the position bias (…, H, N, N) of a layer's scores, between the tokens as they are merged now."""
+def pad_keys(parts: BlockAdapter, block: nn.Module, k: Tensor, v: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Append the keys and values (B, H, N, d) that a block computes from zeros."""
+    last: Any = parts.feed_last(block)
+    _, key, value = parts.qkv(block, k.new_zeros(1, 1, last.out_features))
+    key, value = (one.expand(k.shape[0], k.shape[1], padding, -1) for one in repeat_heads(k, key, value))
+    return torch.cat([k, key], 2), torch.cat([v, value], 2)
+
+
+def position_bias(position: Position | None, state: MergeState, q: Tensor) -> Tensor | None:
+    """Return the position bias (…, H, N, N) of a layer's scores, between the tokens as they are merged now.
+
+    ``q`` are the queries (B, H, N, d) before any rotation.
+    """
     if position is None:
         return None
-    return position.bias(state.layer, None if state.size is None else state.positions)
+    return position.query_bias(state.layer, None if state.size is None else state.positions, q)
 
 
 def mask_with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:

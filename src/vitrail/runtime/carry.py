@@ -23,7 +23,7 @@ from vitrail.runtime.guide import current_guide, method_maps
 from vitrail.runtime.packed import begin_packed
 from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import deliver
-from vitrail.runtime.trace import is_tracking, record
+from vitrail.runtime.trace import is_tracking
 from vitrail.tokens import TokenLayout
 
 
@@ -56,7 +56,9 @@ class MergedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mine = self._vitrail
         x, args, kwargs = _split_tokens(mine.parts, args, kwargs)
-        carried = _receive(mine, x)
+        carried = self._vitrail_receive(x, args, kwargs)
+        if carried is None:
+            return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
         if carried.tokens is not None:
             x = carried.tokens
         if mine.plan.added is not None:
@@ -67,12 +69,16 @@ class MergedBlock:
             return (_send(mine, out[0], slot.passed), *out[1:])
         return _send(mine, out, slot.passed)
 
+    def _vitrail_receive(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carried | None:
+        """Return the state that the incoming tokens carry; None for a block that runs as it is."""
+        return _receive(self._vitrail, x)
+
     def forward(self, x: Tensor, *args: Any, vitrail_slot: Slot, **kwargs: Any) -> Any:
         mine = self._vitrail
         call = mine.parts.read_call(args, kwargs)
         x, after = vitrail_slot.carried.run(mine.parts, self, x, call)  # type: ignore[arg-type]
         expose = after.expose
-        is_shown = mine.is_last or (expose if isinstance(expose, bool) else mine.index in expose)
+        is_shown = after.ends(mine) or (expose if isinstance(expose, bool) else mine.index in expose)
         output = after.restore(x) if after.plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, output, after)
         return mine.parts.returned(output)
@@ -114,11 +120,11 @@ def _begin(mine: BlockPlan, x: Tensor) -> Carried:
     """Start a pass, with what the model's entry point left, or without where blocks are called by themselves."""
     plan, entered = mine.plan, current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
-        if mine.parts.biased:
-            raise BrokenPass("the position bias of these blocks belongs to their model; call the model instead")
+        if mine.parts.biased or mine.parts.rotates:
+            raise BrokenPass("the position inside these blocks belongs to their model; call the model instead")
         entered = Pass(None, plan.layout)
     else:
-        _refuse_changes(plan, entered)
+        refuse_changes(plan, entered)
     if entered.segments is not None:
         return begin_packed(entered.segments, entered, x, partial(_begin_batch, plan))
     return _begin_batch(plan, entered, x)
@@ -138,7 +144,7 @@ def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
         layout = layout.with_grid((1, 1, patches))
     if entered.grids is not None:
         return _begin_padded(plan, entered, x, entered.grids)
-    per_layer = _planned(plan, layout)
+    per_layer = planned(plan, layout, entered.whole)
     if any(per_layer):
         plan.check_ready()
     state = MergeState(
@@ -153,12 +159,13 @@ def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
     return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
 
 
-def _planned(plan: Plan, layout: TokenLayout) -> tuple[int, ...]:
-    """Return how many tokens of an input are planned to merge in each layer."""
+def planned(plan: Plan, layout: TokenLayout, whole: TokenLayout | None = None) -> tuple[int, ...]:
+    """Return how many tokens of an input, or of a window of it, are planned to merge in each layer."""
     if plan.method.decides and plan.method.relaxes and plan.method.training:
         return (layout.num_tokens - 1,) * plan.depth
-    solution = plan.solve(layout.num_patches, layout.grid)
-    plan.report(solution, layout.num_patches)
+    solution = plan.solve((whole or layout).num_patches, (whole or layout).grid)
+    plan.report(solution, (whole or layout).num_patches)
+    solution = solution if whole is None else plan.share(layout, whole)
     return solution.wanted if plan.images_decide else solution.per_layer
 
 
@@ -168,8 +175,8 @@ def _begin_padded(plan: Plan, entered: Pass, x: Tensor, grids: tuple[Grid, ...])
     Each image has the schedule of its own grid.
     """
     layout, special = entered.layout, entered.layout.num_special
-    planned = [_planned(plan, layout.with_grid(grid)) for grid in grids]
-    if any(map(any, planned)):
+    per_image = [planned(plan, layout.with_grid(grid)) for grid in grids]
+    if any(map(any, per_image)):
         refused = _refused_in_padded(plan)
         if refused is not None:
             raise UnsupportedInput(
@@ -179,9 +186,9 @@ def _begin_padded(plan: Plan, entered: Pass, x: Tensor, grids: tuple[Grid, ...])
         plan.check_ready()
     lengths = torch.tensor([special + prod(grid) for grid in grids], device=x.device)
     present = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
-    counts = torch.tensor(planned, device=x.device).T
+    counts = torch.tensor(per_image, device=x.device).T
     state = MergeState(
-        tuple(map(max, zip(*planned, strict=True))),
+        tuple(map(max, zip(*per_image, strict=True))),
         protected=special,
         size=present.to(torch.promote_types(x.dtype, torch.float32)),
         guide=current_guide(plan, layout, x.shape[0], x.device),
@@ -205,7 +212,7 @@ def _refused_in_padded(plan: Plan) -> str | None:
     return None
 
 
-def _refuse_changes(plan: Plan, entered: Pass) -> None:
+def refuse_changes(plan: Plan, entered: Pass) -> None:
     """Raise where the result would be silently wrong: blocks added or dropped since, or merged tokens as a grid."""
     trunk: Any = entered.trunk
     count = len(trunk._vitrail_adapter.blocks(trunk))
@@ -225,7 +232,7 @@ def _refuse_changes(plan: Plan, entered: Pass) -> None:
 def _send(mine: BlockPlan, out: Tensor, passed: Passed) -> Tensor:
     """Set the state on the outgoing tokens; those of the last block are ordinary tokens again."""
     carried = passed.carried
-    if mine.is_last:
+    if carried.ends(mine):
         if carried.side is not None:
             deliver(carried.side)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
@@ -243,8 +250,7 @@ def _send(mine: BlockPlan, out: Tensor, passed: Passed) -> Tensor:
 def _finish(plan: Plan, carried: Carried, out: Tensor, tokens: Tensor) -> None:
     """Record a finished pass where it is tracked, and warn where it merged less than requested."""
     if is_tracking():
-        for one in carried.passes(out):
-            record(plan, one)
+        carried.record(out)
     if plan.images_decide and plan.method.static:
         done = carried.layout.num_tokens - tokens.shape[1]
         plan.report_done(sum(carried.state.per_layer), done, carried.layout.num_patches)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import AlreadyApplied, UnsupportedModel
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
+from vitrail.merging import Method
 from vitrail.runtime.layout import MARK
 
 
@@ -97,10 +99,41 @@ def refuse_packed(found: Found, what: str) -> None:
         )
 
 
+def refuse_windowed(found: Found, what: str) -> None:
+    """Raise if attention runs inside windows, so that no token is seen by all others."""
+    if found.adapter.layer_windows(found.trunk):
+        raise UnsupportedModel(
+            f"the attention of {type(found.trunk).__name__} runs inside windows, where no token is seen by all others: "
+            f"{what} is not supported for it; merging, recording and counting are"
+        )
+
+
+def refuse_in_windows(found: Found, method: Method, options: Sequence[str]) -> None:
+    """Raise if a method, or one of the given options, cannot serve windows, where tokens merge and are restored."""
+    trunk = type(found.trunk).__name__
+    if options:
+        raise InvalidOption(
+            f"{trunk} merges inside windows and restores all tokens behind them, so it does not take "
+            f"{', '.join(options)}; leave it out"
+        )
+    reason = None
+    if not method.static:
+        reason = "decides for each image how many tokens merge, and all windows must merge the same share"
+    elif method.decides or method.relaxes or next(method.parameters(), None) is not None:
+        reason = "is trained for blocks of one width that see all tokens"
+    if reason is not None:
+        raise UnsupportedModel(
+            f"method {method.label} {reason}; {trunk} merges inside windows, by a static method without parameters "
+            "such as tome, energy or grid"
+        )
+
+
 def biased_layers(found: Found) -> list[bool]:
     """Return, for each block, whether its scores have a position bias."""
     if not any(parts.biased for parts in found.block_adapters):
         return [False] * len(found.blocks)
+    if found.adapter.layer_windows(found.trunk):
+        return [parts.biased for parts in found.block_adapters]
     position = found.adapter.position(found.trunk, found.adapter.layout(found.trunk).grid)
     return [position is not None and position.bias(layer, None) is not None for layer in range(len(found.blocks))]
 

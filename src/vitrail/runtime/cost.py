@@ -10,8 +10,10 @@ from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
+from vitrail.adapters.windows import Tile, WindowedAdapter, Windows
 from vitrail.merging import Method, ToMe
 from vitrail.runtime.checks import biased_layers
+from vitrail.runtime.windows.tiling import Grid, Tiling
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class BlockCost:
         pair: multiply-adds for every pair of tokens: the channels of all heads, twice, and talking heads.
         feature: channels by which tokens are compared.
         bias: heads with a position bias, which merged tokens pool: two products with the shares of all tokens.
+        rows: weights that multiply a token for each row and each column of its window, for its position.
+        window: patches that attend to each other; None for all. Images are counted as whole windows.
     """
 
     attend: int
@@ -31,6 +35,12 @@ class BlockCost:
     pair: int
     feature: int
     bias: int = 0
+    rows: int = 0
+    window: int | None = None
+
+    def attended(self, length: int, patches: int) -> float:
+        """Return to how many of the present tokens each attends, of an input of this many patches."""
+        return length if self.window is None or self.window >= patches else length * self.window / patches
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class CostModel:
         fixed: weights outside of blocks that are applied once.
         late: number of tokens that entered after the first block, for each block.
         behind: weights that are applied once for several patches, with how many (a projector to a language model).
+        tiling: the windows of each block; None where attention sees all tokens.
+        pairs_behind: multiply-adds for every pair of patches behind the blocks.
     """
 
     per_patch: int
@@ -49,6 +61,8 @@ class CostModel:
     blocks: tuple[BlockCost, ...]
     late: tuple[int, ...]
     behind: tuple[tuple[int, int], ...] = ()
+    tiling: Tiling | None = None
+    pairs_behind: int = 0
 
     @classmethod
     def of(cls, model: nn.Module, found: Found) -> CostModel:
@@ -61,9 +75,19 @@ class CostModel:
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)) + pooled,
             fixed=_rest(rest) - pooled,
-            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
+            blocks=tuple(
+                map(
+                    _block_cost,
+                    found.block_adapters,
+                    found.blocks,
+                    biased_layers(found),
+                    found.adapter.window_sizes(found.trunk),
+                )
+            ),
             late=late_tokens(found),
             behind=tuple((_weights(part), patches) for part, patches in behind),
+            tiling=Tiling.of(found),
+            pairs_behind=found.adapter.pairs_behind(model, found.trunk),
         )
 
     def parts(
@@ -74,30 +98,88 @@ class CostModel:
         side: Sequence[int] = (),
         read: bool = False,
         method: Method | None = None,
+        grid: Grid | None = None,
     ) -> dict[str, int]:
         """Return the cost of one input by part, for the number of merges in each layer.
 
-        ``side`` is the number of side tokens in each layer; with ``read``, the others attend to them.
+        ``side`` is the number of side tokens in each layer; with ``read``, the others attend to them. ``grid`` is the
+        patch grid, which windows depend on.
         """
         method = ToMe() if method is None else method
+        if self.tiling is not None:
+            assert grid is not None
+            return self._parts_in_windows(self.tiling, grid, per_layer, method)
         start = kept = special + patches
         extra = list(side) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
-        behind = sum(weights * (patches // group) for weights, group in self.behind)
+        behind = sum(weights * (patches // group) for weights, group in self.behind) + self.pairs_behind * patches**2
         found |= {"patches": self.per_patch * patches + behind, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late
             if not isinstance(r, int) or r:  # a tensor while numbers are learned
-                found["matching"] += method.flops(length, block.feature)
+                found["matching"] += self._matching(method, length, patches, block.feature)
             fed = length - r
             length = fed if method.place == "before" else length
             found["projections"] += (length + more) * block.attend
-            found["attention"] += (length * length + more * (length + more)) * block.pair
+            found["attention"] += round(length * block.attended(length, patches)) * block.pair
+            found["attention"] += more * (length + more) * block.pair
             found["attention"] += length * more * block.pair if read else 0
             found["attention"] += block.bias * length * start * (start + length) if length < start else 0
             kept -= 0 if method.scope == "block" else r
             found["feed"] += (fed + more) * block.feed
         return found
+
+    def _parts_in_windows(self, tiling: Tiling, grid: Grid, per_layer: Sequence[int], method: Method) -> dict[str, int]:
+        """Return the cost by part of blocks that merge inside windows; one that merges nothing runs as the model's."""
+        patches = prod(grid)
+        found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
+        behind = sum(weights * (patches // group) for weights, group in self.behind)
+        found |= {"patches": self.per_patch * patches + behind, "rest": self.fixed}
+        merges: list[tuple[Tile, tuple[int, ...]]] = []
+        starts = {start for start, _ in tiling.runs(grid)}
+        for index, block in enumerate(self.blocks):
+            layer = tiling.layers[index]
+            if index in starts:
+                merges = []
+            if layer.pooling is not None:
+                for name, one in layer.pooling.cost(layer.grid(grid)).items():
+                    found[name] += one
+            elif layer.windows is None or not (merges or per_layer[index]):
+                windows, size = (layer.windows or Windows()).padded(layer.grid(grid))
+                cells = windows * prod(size)
+                found["projections"] += cells * block.attend
+                found["attention"] += cells * (prod(size) * block.pair + sum(size) * block.rows)
+                found["feed"] += prod(layer.grid(grid)) * block.feed
+            else:
+                merges = merges or tiling.merges(method, grid, per_layer, index)
+                for tile, removed in merges:
+                    begins = 0 if method.scope == "block" else sum(removed[:index])
+                    length, r = tile.tokens - begins, removed[index]
+                    fed = length - r
+                    if r:
+                        found["matching"] += tile.count * method.flops(length, block.feature)
+                    length = fed if method.place == "before" else length
+                    found["projections"] += tile.count * (length * block.attend)
+                    pairs = length * (length + tile.padding)
+                    found["attention"] += tile.count * (pairs * block.pair + self._position(block, tile, length))
+                    found["feed"] += tile.count * fed * block.feed
+        return found
+
+    @staticmethod
+    def _position(block: BlockCost, tile: Tile, length: int) -> int:
+        """Return the cost of the position bias of a tile of merged tokens."""
+        cells, width = tile.tokens + tile.padding, sum(tile.window)
+        if block.rows:
+            merged = length < tile.tokens
+            shares = block.feature * sum(side * side for side in tile.window) if merged else 0
+            return length * (block.rows * width + shares) + merged * length * length * block.bias * width
+        return block.bias * length * tile.tokens * (cells + length) if length < tile.tokens else 0
+
+    def _matching(self, method: Method, length: int, patches: int, feature: int) -> int:
+        """Return the cost of a reduction, which happens inside windows where some block has them."""
+        window = min((block.window for block in self.blocks if block.window is not None), default=patches)
+        count = max(1, patches // window)
+        return count * method.flops(length // count, feature)
 
     def total(
         self,
@@ -106,10 +188,11 @@ class CostModel:
         side: Sequence[int],
         read: bool,
         method: Method | None,
+        grid: Grid,
         per_layer: Sequence[int],
     ) -> int:
         """Return the sum of `parts`."""
-        return sum(self.parts(special, patches, per_layer, side, read, method).values())
+        return sum(self.parts(special, patches, per_layer, side, read, method, grid).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:
@@ -118,11 +201,12 @@ def late_tokens(found: Found) -> tuple[int, ...]:
     return tuple(layout.num_special - layouts[0].num_special for layout in layouts)
 
 
-def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool) -> BlockCost:
+def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool, window: int | None) -> BlockCost:
     heads, channels = parts.head_shape(block)
     attend, feed = (sum(map(_weights, roots)) for roots in (parts.attend_parts(block), parts.feed_parts(block)))
     pair = 2 * heads * channels + parts.pair_weights(block)
-    return BlockCost(attend, feed, pair, channels, heads if biased else 0)
+    rows = parts.row_weights(block) if isinstance(parts, WindowedAdapter) else 0
+    return BlockCost(attend, feed, pair, channels, heads if biased else 0, rows, window)
 
 
 def _per_patch(root: nn.Module) -> int:

@@ -18,6 +18,7 @@ from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding, has_own_forward
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
 from vitrail.runtime.plan import BlockPlan, Plan
+from vitrail.runtime.windows.block import WindowedBlock
 
 METHOD = "vitrail_method"
 """Name of the submodule that holds a method with parameters: it is moved, saved and trained with the model."""
@@ -52,7 +53,7 @@ def install(found: Found, plan: Plan) -> None:
         for conv in patch_convolutions(embedding(found)):
             swap(conv, PatchProduct)
         for block in found.blocks:
-            swap(block, MergedBlock)
+            swap(block, MergedBlock if plan.tiling is None else WindowedBlock)
     if plan.shortening is not None:
         for part, mixin in plan.shortening.mixins():
             part._vitrail_shortening = plan.shortening  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -24,6 +25,7 @@ from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.shortening import Shortening
 from vitrail.runtime.side_tokens import SideTokens
+from vitrail.runtime.windows.tiling import Tiling
 from vitrail.tokens import TokenLayout
 
 Grid = tuple[int, int, int]
@@ -44,6 +46,8 @@ class Plan:
         restorer: keeps what merges lose, and restores it; None: the method restores.
         foresight: predicts a guide from the tokens of an early layer.
         shortening: merges the tokens that a language model receives.
+
+    Where attention runs inside windows, numbers of merges are those of the largest window (`Tiling`).
     """
 
     depth: int
@@ -113,12 +117,38 @@ class Plan:
             solved[key] = solution
         return solution
 
+    def share(self, layout: TokenLayout, whole: TokenLayout) -> Solution:
+        """Return the merges per layer for a window of an image: it keeps the share that the image does."""
+        solution, patches = self.solve(whole.num_patches, whole.grid), layout.num_patches
+        if self.images_decide or self.method.scope == "block":  # each number stands for itself
+            wanted = tuple(-(-patches * min(r, whole.num_patches) // whole.num_patches) for r in solution.wanted)
+        else:
+            left = [whole.num_patches - sum(solution.per_layer[:layer]) for layer in range(self.depth + 1)]
+            kept = [max(1, round(patches * one / whole.num_patches)) for one in left]
+            wanted = tuple(before - after for before, after in pairwise(kept))
+        return Solution(wanted, self.room(patches, layout.grid).cap(wanted))
+
+    def merges_of(self, found: Found, layout: TokenLayout) -> tuple[int, ...]:
+        """Return the merges per layer of an image, those of all its windows together where it has some."""
+        windows = found.adapter.windows(found.trunk, layout)
+        if not windows:
+            return self.solve(layout.num_patches, layout.grid).per_layer
+        shares = [(self.share(window, layout).per_layer, count) for window, count in windows]
+        return tuple(sum(count * merges[layer] for merges, count in shares) for layer in range(self.depth))
+
     def _key(self, patches: int, grid: Grid) -> int | Grid:
-        return patches if self.method.any_count else grid
+        return patches if self.method.any_count and self.tiling is None else grid
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """The windows of the model's blocks; None where attention sees all tokens."""
+        return self.cost.tiling
 
     def room(self, patches: int, grid: Grid) -> Room:
         """Return how many tokens can merge when there are this many patches, in this grid."""
         special, method = self.layout.num_special, self.method
+        if self.tiling is not None:
+            return self.tiling.room(method, grid)
         restored = method.scope == "block"
         feasible: Capacity | None = None
         if not method.any_count:
@@ -139,12 +169,23 @@ class Plan:
         if self.method.decides:
             wanted = tuple(self.method.counts())
             return Solution(wanted, self.room(patches, grid).cap(wanted))
-        return schedule.solve(self.depth, self.room(patches, grid), self.counter(self.layout.num_special, patches))
+        counter = self.counter(self.layout.num_special, patches, grid)
+        return schedule.solve(self.depth, self.room(patches, grid), counter)
 
-    def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
+    def counter(self, special: int, patches: int, grid: Grid) -> Callable[[Sequence[int]], int]:
         """Return the cost of one input as a function of the merges of each layer, added tokens included."""
         counts, is_open = ([], False) if self.added is None else (self.added.counts(), self.added.is_open)
-        return partial(self.cost.total, special, patches, counts, is_open, self.method)
+        return partial(self.cost.total, special, patches, counts, is_open, self.method, grid)
+
+    def lengths(self, layout: TokenLayout, per_layer: Sequence[int]) -> list[int]:
+        """Return the number of tokens that leave each block; inside windows, that its MLP works on."""
+        if self.tiling is not None:
+            return self.tiling.lengths(self.method, layout.grid, per_layer)
+        lengths, length = [], layout.num_tokens
+        for merges, late in zip(per_layer, self.cost.late, strict=True):
+            length -= 0 if self.method.scope == "block" else merges
+            lengths.append(length + late)
+        return lengths
 
     def report(self, solution: Solution, patches: int) -> None:
         """Warn, once for each input size, where fewer tokens merge than requested."""
@@ -161,6 +202,17 @@ class Plan:
                 patches,
                 f"the model costs {(solution.cost or 0) / 1e9:.3g} GFLOPs without merging, which is within "
                 f"gflops={self.schedule.gflops:g}: nothing merges",
+            )
+
+    def report_windows(self, whole: TokenLayout) -> None:
+        """Warn, once for each input size, where merges are planned for an image and too few for any of its windows."""
+        patches = whole.num_patches
+        planned = sum(self.solve(patches, whole.grid).per_layer)
+        if planned and self.method.static and patches not in self.warned:
+            self._warn(
+                patches,
+                f"{planned} merges were requested for an image of {patches} patches, which is less than half a token "
+                "in each window: nothing merges. Tokens of this model merge inside windows; request more",
             )
 
     def _warn(self, patches: int, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,8 @@ class TracedPass:
     state: MergeState
     batch: int
     device: torch.device
+    flops: int | None = None
+    """Multiply-adds, where the state does not tell."""
 
     @property
     def assignment(self) -> Assignment:
@@ -60,7 +62,10 @@ class Trace:
 
     @property
     def groups(self) -> Tensor:
-        """Index of the kept token that each patch went into: (B, patches), indices into the merged sequence."""
+        """Index of the kept token that each patch went into: (B, patches), indices into the merged sequence.
+
+        Where tokens are merged inside windows and restored, those of the last block that merged.
+        """
         return self.latest.assignment.target[:, self.layout.patches]
 
     @property
@@ -86,6 +91,8 @@ class Trace:
     def flops(self) -> Tensor:
         """Multiply-adds of each image (B,), without its padding."""
         latest = self.latest
+        if latest.flops is not None:
+            return torch.full((latest.batch,), latest.flops)
         if self.plan.method.scope == "block":
             merges = torch.tensor(latest.state.per_layer).expand(latest.batch, -1)
         else:
@@ -99,7 +106,8 @@ class Trace:
         if latest.state.present is not None:
             starts = (latest.state.present.sum(1) - self.layout.num_special).tolist()
         counts = zip(merges.tolist(), starts, strict=True)
-        return torch.tensor([self.plan.counter(special, patches)(per_layer) for per_layer, patches in counts])
+        grid = self.layout.grid
+        return torch.tensor([self.plan.counter(special, patches, grid)(per_layer) for per_layer, patches in counts])
 
     @property
     def _tokens_at_start(self) -> int:
@@ -146,6 +154,13 @@ def record(plan: Plan, traced: TracedPass) -> None:
     for trace in _active.traces:
         if trace.plan is plan:
             trace.passes.append(traced)
+
+
+def update(plan: Plan, change: Callable[[TracedPass], TracedPass]) -> None:
+    """Change the latest pass in the traces of this thread."""
+    for trace in _active.traces:
+        if trace.plan is plan and trace.passes:
+            trace.passes[-1] = change(trace.passes[-1])
 
 
 def is_tracking() -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import find
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.runtime.checks import refuse_extended, refuse_merged, refuse_packed
+from vitrail.runtime.checks import refuse_extended, refuse_merged, refuse_packed, refuse_windowed
 from vitrail.runtime.layout import layout_of
 from vitrail.surgery._handle import HookHandle
 from vitrail.surgery.hooks import check_layers
@@ -64,6 +64,7 @@ def ablate(
     """
     found = find(model)
     refuse_packed(found, "ablation")
+    refuse_windowed(found, "ablation")
     refuse_merged(model)
     refuse_extended(model)
     Ablation._refuse_twice(found)

@@ -22,7 +22,7 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, Unsu
 from vitrail.heads.pooling import linear
 from vitrail.models.saving import check_fit
 from vitrail.models.vit import undecayed
-from vitrail.runtime.checks import check_changeable, extended_trunk, refuse_extended, refuse_packed
+from vitrail.runtime.checks import check_changeable, extended_trunk, refuse_extended, refuse_packed, refuse_windowed
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.install import TOKENS, install, uninstall
 from vitrail.runtime.layout import added_to, layout_of
@@ -294,6 +294,7 @@ def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs
     """Check that the tokens fit the model, and add them."""
     check_changeable(model, found)
     refuse_packed(found, "adding tokens")
+    refuse_windowed(found, "adding tokens")
     _check_fits(found, specs)
     weight = next(value for value in found.trunk.parameters() if value.is_floating_point())
     added = AddedModule(specs, outputs, _width(found), len(found.blocks))

@@ -50,18 +50,20 @@ def count(model: nn.Module, size: Any = None) -> Count:
             default the model's own.
     """
     found = find(model)
-    layout = layout_of(found, _size(found, size))
+    size = _size(found, size)
+    grid = found.adapter.layout(found.trunk, size).grid
+    layout = layout_of(found, size).with_grid(grid)
     cost = CostModel.of(model, found)
     special, patches = layout.num_special, layout.num_patches
     plan = getattr(found.trunk, "_vitrail_plan", None)
     nothing = (0,) * len(found.blocks)
-    merges = nothing if plan is None or not plan.method.static else plan.solve(patches, layout.grid).per_layer
+    merges = nothing if plan is None or not plan.method.static else plan.merges_of(found, layout)
     method = None if plan is None else plan.method
     added = added_to(found)
     side, read = ([], False) if added is None else (added.counts(), added.is_open)
     special -= cost.late[-1] + (0 if added is None else added.counts()[-1])
-    by_part = cost.parts(special, patches, merges, side, read, method)
-    unmerged = cost.total(special, patches, side, read, None, nothing)
+    by_part = cost.parts(special, patches, merges, side, read, method, grid)
+    unmerged = cost.total(special, patches, side, read, None, grid, nothing)
     return Count(
         sum(weight.numel() for weight in model.parameters()),
         _parameters(model, found),
@@ -69,7 +71,7 @@ def count(model: nn.Module, size: Any = None) -> Count:
         sum(by_part.values()),
         by_part,
         unmerged,
-        cost.total(special + 1, patches, side, read, None, nothing) - unmerged,
+        cost.total(special + 1, patches, side, read, None, grid, nothing) - unmerged,
     )
 
 

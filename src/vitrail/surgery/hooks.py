@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from vitrail._checks import as_tuple, is_int
 from vitrail.adapters import Found, find
 from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
+from vitrail.adapters.windows import LayerWindows, flat_tokens
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
@@ -28,6 +29,7 @@ from vitrail.runtime.checks import refuse_packed
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, side_bias
 from vitrail.runtime.trace import eagerly
+from vitrail.runtime.windows.attention import attention_in_windows
 from vitrail.tokens import TokenLayout
 
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
@@ -81,7 +83,7 @@ class Recording:
     """Activations of B images, with N tokens, P patches, D channels, H heads; empty where not requested.
 
     Attributes:
-        layout: the token layout.
+        layout: the token layout; of the last block, where blocks have grids of their own.
         layers: the recorded blocks.
         queries: positions of the tokens that attention rows belong to.
         embedding: patches after the patch embedding, before positions (B, P, D).
@@ -89,7 +91,8 @@ class Recording:
         tokens: outputs of each block, before the final norm (B, N, D).
         norms: their L2 norms in float32 (B, N).
         q: queries (B, H, N, d) after their norm and before rotary position; ``k`` and ``v`` likewise.
-        attention: attention rows of the queries (B, H, Q, N); each sums to one.
+        attention: attention rows of the queries (B, H, Q, N); each sums to one. Inside windows a query is a patch, the
+            row is that of the block's token there, 0 outside its window, and padding has the rest.
         mlp: inputs of the MLP's last linear layer (B, N, hidden).
         class_attention: attention rows (B, H, Q, N) in the layers of a class-attention stage, counted from 0, where
             ``attention`` is recorded. Q are the tokens that gather there; they are the first of the N, then come the
@@ -131,6 +134,7 @@ class Recorder:
     queries: Any
     keep: Callable[[Tensor], Tensor]
     passes: list[Recording] = field(default_factory=list)
+    patches: tuple[int, int, int] | None = None
 
     def take(self) -> list[Recording]:
         """Return the activations recorded since the last call."""
@@ -169,10 +173,12 @@ class Recorder:
     def _start_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         size, changed = self.found.adapter.read_images(self.found.trunk, args, kwargs)
         layout = layout_of(self.found, size)
+        self.patches = self.found.adapter.layout(self.found.trunk, size).grid
+        asked = layout.with_grid(self.patches) if self._windows(0) is not None else layout
         queries: tuple[int, ...] = ()
         gathers = bool(self.found.adapter.stage(self.found.trunk))
         if "attention" in self.what and not (self.queries is None and gathers and not layout.num_special):
-            queries = layout.find(self.queries)
+            queries = asked.find(self.queries)
         self.passes.append(Recording(layout, self.layers, queries))
         return None if changed is None else ((), {**kwargs, **changed})
 
@@ -184,6 +190,11 @@ class Recorder:
     def _record_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = self._current(0)
         x = args[0] if args else kwargs[self.found.block_adapters[0].input_name]
+        windows = self._windows(0)
+        if windows is not None:
+            x = self._by_rows(windows, x)
+            if x.shape[1] != now.layout.num_tokens:  # the grid changes from stage to stage, and patches with it
+                return
         patches = x[:, x.shape[1] - now.layout.num_patches :]  # added and late special tokens may not be there yet
         self.passes[-1] = replace(now, entry=self.keep(patches.float().norm(dim=-1)))
 
@@ -224,9 +235,10 @@ class Recorder:
         slot = kwargs.get("vitrail_slot")
         if slot is not None:
             if slot.passed.output is slot.passed.tokens:
-                output = slot.passed.carried.state.unmerge(output)
+                output = slot.passed.carried.unmerge(output)
             output = self._insert_added(layer, output, slot.passed.carried.side)
-        output = self._spread(layer, output)
+        windows = self._windows(layer)
+        output = self._spread(layer, output) if windows is None else self._by_rows(windows, output)
         if "tokens" in self.what:
             self._store("tokens", layer, output)
         if "norms" in self.what:
@@ -243,6 +255,10 @@ class Recorder:
                 "tokens or norms, or remove the merging"
             )
         x = args[0] if args else kwargs.pop(parts.input_name)
+        windows = self._windows(layer)
+        if windows is not None:
+            self._record_in_windows(layer, windows, block, parts, x if carried is None else carried.unmerge(x))
+            return
         call = parts.read_call(args[1:] if args else args, kwargs)
         state = carried.state if carried is not None else MergeState(())
         q, k, v = parts.qkv(block, parts.attend_norm(block, x))
@@ -266,6 +282,23 @@ class Recorder:
             rows = _scatter(rows, [now.queries.index(query) for query in present], len(now.queries), 2)
             self._store("attention", layer, rows)
 
+    def _record_in_windows(
+        self, layer: int, windows: LayerWindows, block: nn.Module, parts: BlockAdapter, x: Tensor
+    ) -> None:
+        """Record queries, keys, values and attention of a block whose attention runs inside windows."""
+        if windows.windows is None:
+            raise InvalidOption(
+                f"q, k, v and attention of block {layer} cannot be recorded: it pools its queries, so fewer tokens "
+                "leave it than enter; choose other layers"
+            )
+        qkv = parts.qkv(block, parts.attend_norm(block, self._by_rows(windows, x)))
+        for name, part in zip(("q", "k", "v"), qkv, strict=True):
+            if name in self.what:
+                self._store(name, layer, part)
+        if "attention" in self.what:
+            rows = attention_in_windows(parts, block, windows, self._patches, qkv, self._current(layer).queries)
+            self._store("attention", layer, rows)
+
     def _attention_rows(
         self,
         layer: int,
@@ -286,11 +319,11 @@ class Recorder:
         if carried is not None:
             state, position = carried.state, carried.position
             call, size = read_mask(call, carried, qkv[1].shape[2]), attention_size(carried.plan, state)
-        elif parts.biased:
+        elif parts.biased or parts.rotates:
             position = self.found.adapter.position(self.found.trunk, self._current(layer).layout.grid)
         q, k = rotated(parts, block, qkv, call.rope, position, state)
         q, k = _unmerge_heads(state, q), repeat_heads(q, k, k)[0]
-        bias = position_bias(position, state)
+        bias = position_bias(position, state, qkv[0])
         if bias is not None:
             bias = _unmerge_heads(state, bias.unsqueeze(0) if bias.dim() == 3 else bias)
         rows, extra = queries, 0
@@ -327,6 +360,22 @@ class Recorder:
                 f"block {layer} ran before any input was embedded; call the model, not its blocks, to record it"
             )
         return self.passes[-1]
+
+    def _windows(self, layer: int) -> LayerWindows | None:
+        """Return the windows of a block; None where attention sees all tokens."""
+        windows = self.found.adapter.layer_windows(self.found.trunk)
+        return windows[layer] if windows else None
+
+    def _by_rows(self, windows: LayerWindows, tokens: Tensor) -> Tensor:
+        """Return the tokens of a grid (B, N, D), row by row."""
+        tokens = flat_tokens(tokens)
+        sequence = windows.sequence(windows.grid(self._patches), tokens.device)
+        return tokens if sequence is None else tokens[:, sequence]
+
+    @property
+    def _patches(self) -> tuple[int, int, int]:
+        """Patch grid of the latest pass."""
+        return self.patches or self.found.adapter.layout(self.found.trunk).grid
 
     def _layout_in(self, layer: int) -> TokenLayout:
         return self.found.adapter.layout_in(self.found.trunk, layer)

@@ -23,7 +23,7 @@ from vitrail._wording import counted
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
-from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged, refuse_packed
+from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged, refuse_packed, refuse_windowed
 from vitrail.runtime.layout import MARK
 from vitrail.surgery._handle import HookHandle
 from vitrail.surgery._pretrained import attach, detach
@@ -79,8 +79,11 @@ def test_time_registers(
     refuse_merged(model)
     refuse_extended(model)
     refuse_packed(found, "adding test-time registers")
+    refuse_windowed(found, "adding test-time registers")
     if any(biased_layers(found)):
         raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")
+    if any(parts.rotates for parts in found.block_adapters):
+        raise UnsupportedModel("the blocks of this model count positions from the first token, so registers shift them")
     known = neurons if isinstance(neurons, RegisterNeurons) else None
     if is_int(neurons):
         if data is None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
@@ -14,6 +19,7 @@ from vitrail.data.sample import TensorSpec
 from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources.arrays import byte_statistics
 from vitrail.data.spec import InputSpec
+from vitrail.data.targets import MASK, spans
 from vitrail.errors import InvalidOption
 from vitrail.training.config import Config
 from vitrail.training.config.config import NO_LABELS
@@ -28,9 +34,13 @@ def open_data(config: Config) -> tuple[Config, Dataset, Dataset | None]:
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
-    dataset = open_dataset(config.data, labels=columns, labeled=True, modality=config.modality)
+    if columns == () and config.kind == "dense":
+        columns = (MASK,)
+    common: dict[str, Any] = {"labels": columns, "modality": config.modality, "labeled": True}
+    kinds = {"kind": config.kind, "mask_classes": config.mask_classes}
+    dataset = open_dataset(config.data, **common, **kinds, masks=config.masks)
     if not config.own and is_saved(config.model):  # number the same classes as the model does, so that its heads fit
-        known = read_labels(model_folder(named(config.model))).get("classes", {})
+        known = read_labels(model_folder(named(config.model))).get("classes", {})  # also of dense and other targets
         theirs, ours = ({name: set(names) for name, names in each.items()} for each in (known, dataset.classes))
         if ours and theirs == ours:
             dataset = open_dataset(dataset, classes=known, labeled=True)
@@ -38,15 +48,18 @@ def open_data(config: Config) -> tuple[Config, Dataset, Dataset | None]:
     if isinstance(config.validation, float) and columns is not None:
         dataset, held = dataset.split(config.validation, config.seed)
     elif config.validation is not None and columns is not None:
+        kinds["kind"] = {name: target.kind for name, target in dataset.targets.items()} or None
         held = open_dataset(
-            config.validation, labels=columns, classes=dataset.classes, labeled=True, modality=config.modality
+            config.validation, **common, **kinds, classes=dataset.classes, masks=config.validation_masks
         )
     config, spec, measure = decoding_of(config, dataset)
     if spec is not None:
         dataset = dataset.decoded(spec, measure=measure)
         held = held and held.decoded(spec, measure=measure)
-    for problem in _problems(config, dataset, held):
+    for problem in chain(_problems(config, dataset, held), _dense_problems(config, dataset)):
         raise InvalidOption(problem)
+    if dataset.is_dense:  # other images' masks cannot be mixed in
+        config = replace(config, mixup=0.0, cutmix=0.0)
     return config, dataset.take(config.share, config.seed), held
 
 
@@ -78,6 +91,30 @@ def _problems(config: Config, dataset: Dataset, held: Dataset | None) -> Iterato
     if config.own and axes != (len(patch) if isinstance(patch, tuple) else 2):
         like = "(time, height, width), like (2, 8, 8)" if axes == 3 else "one number, or (height, width)"
         yield f"patch_size={patch}: {data}. Expected {like}."
+
+
+def _dense_problems(config: Config, dataset: Dataset) -> Iterator[str]:
+    """Yield what masks as a target do not support."""
+    if not dataset.is_dense:
+        return
+    if dataset.modality != "image" or dataset.tensor_spec is not None:
+        yield f"masks are for images, and the data is {dataset.modality}"
+    for name in ("mixup", "cutmix"):
+        if getattr(config, name):
+            yield f"{name}={getattr(config, name)} mixes images, which masks do not support; leave it out"
+    if not config.own and split_name(config.model)[0] is not None and not named(config.model).is_dir():
+        yield (
+            f"model={config.model!r}: masks need a Vitrail model, by name or a run directory. ViTs of timm can be "
+            "converted: vitrail.models.from_timm, then save_pretrained"
+        )
+
+
+def split_masks(images: Tensor, labels: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
+    """Split the masks off prepared images (B, 4, H, W), and append them to the table of labels (B, W), flattened."""
+    if not dense:
+        return images, labels
+    masks = images[:, 3].flatten(1)
+    return images[:, :3], torch.cat([labels.to(masks), masks], 1)
 
 
 def expected_of(dataset: Dataset, expects: InputSpec | None, what: str) -> InputSpec:
@@ -126,8 +163,13 @@ def data_notes(config: Config, dataset: Dataset, held: Dataset | None) -> list[s
     notes = [unlabeled_note("data", dataset)]
     if held is not None and not isinstance(config.validation, float):  # else held out of the same data
         notes.append(unlabeled_note("validation", held))
-    for (column, names), labels in zip(dataset.classes.items(), dataset.labels.T, strict=True):
-        if labels.min() == labels.max():
+    places = spans(dataset.classes, dataset.targets)
+    for column, names in dataset.classes.items():
+        labels = dataset.labels[:, places[column]].flatten()
+        if column in dataset.targets:
+            if dataset.targets[column].kind == "regression" and labels.min() == labels.max():
+                notes.append(f"{column}: all {len(labels)} training samples have the value {labels[0]:g}.")
+        elif labels.min() == labels.max():
             notes.append(
                 f"{column}: all {len(labels)} training samples have the class {names[int(labels[0])]!r}, so accuracy "
                 "is meaningless. Expected at least two classes."

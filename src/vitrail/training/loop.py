@@ -23,11 +23,11 @@ from vitrail.errors import Diverged
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_interval
-from vitrail.training.data import prepares
+from vitrail.training.data import prepares, split_masks
 from vitrail.training.distributed import explain_failures, wrap
 from vitrail.training.evaluation.evaluator import evaluate_model
-from vitrail.training.evaluation.metrics import all_reduce
 from vitrail.training.evaluation.result import Evaluation
+from vitrail.training.evaluation.tallies import all_reduce
 from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
 from vitrail.training.log import Event, Log, Meter, OnEvent
 from vitrail.training.model import Models
@@ -53,6 +53,7 @@ class Loop:
         self.loader = self._open_loader(dataset, "training images", **schedule)
         self.held_out = None if held is None else self._open_loader(held, "held-out images")
         self.classes = dict(self.loader.classes)
+        self.dense = dataset.is_dense
         self.fingerprint = dataset.fingerprint()
         self.preprocessing = dataset.statistics() or models.preprocessing
         compiled = config.compile != "off"
@@ -140,9 +141,10 @@ class Loop:
         augment = self.plain_augment if plain else self.augment
         with torch.no_grad():
             images = augment(batch.images, generator(device, config.seed, AUGMENT, step), rows, total)
+            images, labels = split_masks(images, batch.labels, dense=self.dense)
             draw = generator(device, config.seed, MIX, step)
             mixed = self.mixing.idle(images) if plain else self.mixing(images, draw, rows, total)
-        return mixed.images, batch.labels, None if mixed.partner is None else (mixed.partner, mixed.share)
+        return mixed.images, labels, None if mixed.partner is None else (mixed.partner, mixed.share)
 
     def _lr(self, step: int) -> float:
         config = self.config
@@ -226,7 +228,8 @@ class Loop:
         count = self.held_out.count
         with self.ema.applied() if self.ema is not None else nullcontext():
             found = evaluate_model(
-                self.models.model, self.held_out, prepare=self.augment.plain, batch=min(256, count),
+                self.models.model, self.held_out, targets=self.models.targets, prepare=self.augment.plain,
+                batch=min(256, count),
                 dtype=torch.bfloat16 if self.config.half else None, look=0 if self.sharded else 256, seconds=0,
                 progress=lambda seen: self.on_event(Event("evaluating", seen * self.world.world_size, count)),
             )  # fmt: skip
@@ -265,7 +268,8 @@ class Loop:
         }
         trained |= {} if self.evaluation is None else {"evaluation": self.evaluation.summary()}
         trained |= self._merge_config()
-        labels = Labels(self.classes, self.preprocessing, trained, self.models.architecture)
+        models = self.models
+        labels = Labels(self.classes, self.preprocessing, trained, models.architecture, targets=dict(models.targets))
         return lambda folder: write_model(folder, model, states, labels)
 
     def _save(self, done: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from torch import nn
 from vitrail._distributed import World
 from vitrail.adapters import ModelRequest, load_model
 from vitrail.adapters.registry import declared_spec, library_of, split_name
-from vitrail.adapters.saved import named
+from vitrail.adapters.saved import is_saved, model_folder, named, read_labels, read_targets
+from vitrail.adapters.vitrail import with_kinds
 from vitrail.data.dataset import Dataset
 from vitrail.data.loading.order import mix
 from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.spec import MEAN, STD, InputSpec
+from vitrail.data.targets import Targets
 from vitrail.errors import InvalidOption, ModelLoadError, VitrailError
 from vitrail.merging.methods.learned import LearnedMethod
 from vitrail.models import MODELS, ViT
@@ -30,7 +32,7 @@ from vitrail.training.config import Config
 from vitrail.training.config.options import suggest
 from vitrail.training.config.syntax import read_tokens
 from vitrail.training.objective.learner import Learner
-from vitrail.training.objective.objective import Objective
+from vitrail.training.objective.objective import Objective, check_distillation
 from vitrail.training.objective.self_distillation import SelfLearner
 from vitrail.training.objective.targets import assign_targets, find_heads
 from vitrail.training.objective.teacher import Teacher
@@ -53,18 +55,28 @@ class Built:
 
 @dataclass(frozen=True)
 class Models(Built):
-    """The models of a run; ``final_r`` is the merging at the end of its ramp; empty where the method decides."""
+    """The models of a run; ``final_r`` is the merging at the end of its ramp; empty where the method decides.
+
+    ``targets`` says what columns hold that hold no classes.
+    """
 
     learner: nn.Module
     teacher: Teacher | None = None
     merging: Merging | None = None
     final_r: tuple[int, ...] = ()
+    targets: Targets = field(default_factory=dict)
 
 
-def make_models(config: Config, classes: Classes, world: World, arrays: TensorSpec | None = None) -> Models:
-    """Build the model, its teacher, its objective and its merging; ``arrays`` is the shape of unresized data."""
+def make_models(
+    config: Config, classes: Classes, world: World, arrays: TensorSpec | None = None, targets: Targets | None = None
+) -> Models:
+    """Build the model, its teacher, its objective and its merging.
+
+    ``arrays`` is the shape of unresized data, ``targets`` what columns hold that hold no classes.
+    """
     torch.manual_seed(mix(config.seed, INITIALIZATION))
-    built = build(config, classes, arrays)
+    targets = _with_trained_scale(config, classes, targets or {})
+    built = build(config, classes, arrays, targets)
     built.model.train()
     if config.recipe != "labels":
         known = [name for name in signature(SelfLearner).parameters if name != "model"]
@@ -72,9 +84,10 @@ def make_models(config: Config, classes: Classes, world: World, arrays: TensorSp
             if name not in known:
                 raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
         return Models(**vars(built), learner=SelfLearner(built.model, **config.recipe_options).to(world.device))
-    assign_targets(built.model, classes)  # before a teacher is loaded
+    assigned = assign_targets(built.model, classes, targets)  # before a teacher is loaded
+    check_distillation(assigned, config.distillation if config.teacher else None)
     teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
-    objective = Objective.of(config, built.model, classes, teacher)
+    objective = Objective.of(config, built.model, classes, teacher, targets)
     merging: Merging | None = None
     if config.merge is not None:
         try:
@@ -93,7 +106,20 @@ def make_models(config: Config, classes: Classes, world: World, arrays: TensorSp
         _freeze_all_but(learner, merging)
     fixed = merging is not None and merging.method.static and not merging.method.decides
     final_r = tuple(merging.r) if merging is not None and fixed else ()
-    return Models(**vars(built), learner=learner, teacher=teacher, merging=merging, final_r=final_r)
+    rest: dict[str, Any] = {"teacher": teacher, "merging": merging, "final_r": final_r, "targets": targets}
+    return Models(**vars(built), learner=learner, **rest)
+
+
+def _with_trained_scale(config: Config, classes: Classes, targets: Targets) -> Targets:
+    """Return the targets of a run; a model fine-tuned on the same columns keeps their scale, as its heads do."""
+    if config.own or not is_saved(config.model):
+        return targets
+    labels = read_labels(model_folder(named(config.model)))
+    known = {name: tuple(names) for name, names in labels.get("classes", {}).items()}
+    trained = read_targets(labels)
+    same = known == {name: tuple(names) for name, names in classes.items()}
+    same = same and {name: one.kind for name, one in trained.items()} == {n: one.kind for n, one in targets.items()}
+    return trained if same else targets
 
 
 def _freeze_all_but(learner: nn.Module, merging: Merging | None) -> None:
@@ -154,7 +180,7 @@ def _teacher_outputs(name: str, teacher: nn.Module, known: Classes, classes: Cla
     return None
 
 
-def build(config: Config, classes: Classes, arrays: TensorSpec | None = None) -> Built:
+def build(config: Config, classes: Classes, arrays: TensorSpec | None = None, targets: Targets | None = None) -> Built:
     """Build the model of a resolved config with heads for these classes, for the data's own size where it has one.
 
     A trained model is rebuilt for the new classes; its heads are kept where the classes are the same.
@@ -166,11 +192,12 @@ def build(config: Config, classes: Classes, arrays: TensorSpec | None = None) ->
         config = replace(config, image_size=arrays.sizes, options=own)
     size, trained_on = config.image_size, None
     names = {column: tuple(each) for column, each in classes.items()}
-    request = ModelRequest(names, config.pretrained, size, config.drop_path, config.options)
+    targets = targets or {}
+    request = ModelRequest(names, config.pretrained, size, config.drop_path, config.options, targets)
     library, name = split_name(config.model)
     made: tuple[nn.Module, dict[str, Any]]
     if config.own:
-        made = ViT(own_config(config, classes)), {}
+        made = ViT(own_config(config, classes, targets)), {}
     elif library is not None and not named(config.model).is_dir():
         made = library.build(name, request)
     else:
@@ -179,7 +206,11 @@ def build(config: Config, classes: Classes, arrays: TensorSpec | None = None) ->
         if arrays is None and trained_on is not None and trained_on.is_array:
             raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
         made = library_of(labels.architecture).rebuild(
-            trained, labels.folder, labels.architecture, request, keep_heads=names == labels.classes
+            trained,
+            labels.folder,
+            labels.architecture,
+            request,
+            keep_heads=names == labels.classes and targets.keys() == labels.targets.keys(),
         )
     if arrays is not None:
         return Built(*made, InputSpec.of_arrays((0.0,) * arrays.channels, (1.0,) * arrays.channels))
@@ -189,17 +220,20 @@ def build(config: Config, classes: Classes, arrays: TensorSpec | None = None) ->
     return Built(*made, expected)
 
 
-def own_config(config: Config, classes: Classes) -> Any:
+def own_config(config: Config, classes: Classes, targets: Targets | None = None) -> Any:
     """Return the configuration of one of our models: the requested tokens, and heads for the classes."""
     base = MODELS[config.model]
-    counts = {name: len(names) for name, names in classes.items()}
-    tasks = {name: counts[name] for name in config.tasks}
+    kinds = {name: target.kind for name, target in (targets or {}).items()}
+    dense = sum(len(names) for name, names in classes.items() if kinds.get(name) == "dense")
+    counts = {name: len(names) for name, names in classes.items() if kinds.get(name) != "dense"}
+    tasks = {name: counts[name] for name in config.tasks if name in counts}
     if config.tokens is not None:
         tokens = read_tokens(config.tokens, tasks)
     elif tasks and config.heads == "tokens":
         tokens = read_tokens(",".join(tasks), tasks)
     else:
         tokens = base.tokens
+    tokens = with_kinds(tokens, classes, targets or {})
     if base.class_attention:  # tokens with a head enter where it begins; registers are among the patches from the start
         tokens = tuple(
             spec if spec.role is Role.REGISTER or spec.enters == -1 else replace(spec, enters=-1, position=False)
@@ -210,6 +244,7 @@ def own_config(config: Config, classes: Classes) -> Any:
         "tokens": tokens,
         "num_classes": sum(counts[name] for name in counts if name not in own_tasks and config.recipe == "labels"),
         "drop_path": config.drop_path or 0.0,
+        **({"dense": dense} if dense else {}),
         **{name: getattr(config, name) for name in ("image_size", "patch_size") if getattr(config, name) is not None},
     }
     twice = sorted(set(options) & set(config.options))

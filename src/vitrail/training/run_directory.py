@@ -25,10 +25,20 @@ from torch import Tensor, nn
 from vitrail._atomic_files import directory_lock, write_bytes
 from vitrail.adapters import find
 from vitrail.adapters.registry import declared_spec, library_of, load_model, named_classes, split_name
-from vitrail.adapters.saved import PREFIX, load_saved, model_folder, named, read_config, read_labels, saved_library
+from vitrail.adapters.saved import (
+    PREFIX,
+    load_saved,
+    model_folder,
+    named,
+    read_config,
+    read_labels,
+    read_targets,
+    saved_library,
+)
 from vitrail.analysis.roles import Disagreement
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
+from vitrail.data.targets import TargetSpec
 from vitrail.errors import ModelLoadError, TrainingError, UnsupportedModel
 from vitrail.models.saving import CONFIG
 from vitrail.surgery import Merging
@@ -51,6 +61,7 @@ class Labels:
         trained: how it was trained, and its evaluation.
         architecture: content of ``config.json`` for models of other libraries.
         folder: where it was loaded from.
+        targets: what columns hold that hold no classes: values with their scale, several classes at once, masks.
     """
 
     classes: dict[str, tuple[str, ...]]
@@ -58,6 +69,7 @@ class Labels:
     trained: dict[str, Any] = field(default_factory=dict)
     architecture: dict[str, Any] = field(default_factory=dict)
     folder: Path = Path()
+    targets: dict[str, TargetSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,8 @@ def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], la
     """
     expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
     values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
+    if labels.targets:
+        values["targets"] = {column: target.to_dict() for column, target in labels.targets.items()}
     own, method_states = split_states(states)
     if method_states and ("passes" not in method_states or bool(method_states["passes"])):
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +168,8 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     expects = values.get("preprocessing")
     preprocessing = InputSpec.from_dict(expects) if expects else declared_spec(model)
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
-    return model, Labels(classes, preprocessing, values.get("trained", {}), architecture, folder)
+    trained = values.get("trained", {})
+    return model, Labels(classes, preprocessing, trained, architecture, folder, read_targets(values))
 
 
 def load_classifier(name: str | Path) -> tuple[nn.Module, Labels]:
@@ -202,11 +217,13 @@ def last_evaluation(folder: Path) -> Evaluation | None:
         return None
     last = {field.name: lines[-1][field.name] for field in fields(Evaluation) if field.name in lines[-1]}
     columns = read_labels(model_of(folder / LAST)).get("classes", {})
-    single = [names for column, names in columns.items() if f"task.{column}" not in last["calibration"]]
+    main = [name for kind in ("calibration", "r2", "mean_ap", "miou") for name in last.get(kind) or ()]
+    single = [names for column, names in columns.items() if f"task.{column}" not in main]
     last["classes"] = {
-        name: tuple(columns[name.removeprefix("task.")] if name.startswith("task.") else single[0])
-        for name in last["calibration"]
+        name: tuple(columns[name.removeprefix("task.")] if name.startswith("task.") else single[0]) for name in main
     }
+    for kind in ("ap", "iou"):
+        last[kind] = {name: tuple(values) for name, values in (last.get(kind) or {}).items()}
     if last.get("disagreement") is not None:
         heads = last["disagreement"]
         rows = (torch.tensor(heads[name], dtype=torch.float64) for name in ("argmax", "divergence"))

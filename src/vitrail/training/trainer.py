@@ -22,6 +22,9 @@ from vitrail.training.loop import Loop
 from vitrail.training.model import Models, make_models
 from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, write_text
 
+SUFFIXES = {"multilabel": ", several at once", "dense": " of pixels"}
+"""What is said of classes that are not one for each image."""
+
 
 def train(
     config: Config | None = None,
@@ -97,7 +100,7 @@ def _prepare(
             )
         if not resume:
             check_free(folder, overwrite=overwrite)
-        return make_models(config, dataset.classes, world, dataset.tensor_spec)
+        return make_models(config, dataset.classes, world, dataset.tensor_spec, dataset.scaled_targets)
 
     models = world.run(check)
     size = models.preprocessing.size
@@ -127,12 +130,19 @@ def _introduce(loop: Loop, start: int) -> None:
     config, count, total = loop.config, loop.loader.count, loop.total
     held = 0 if loop.held_out is None else loop.held_out.count
     counts = {name: len(names) for name, names in loop.classes.items()}
+    kinds = {name: target.kind for name, target in loop.models.targets.items()}
     parameters = sum(weight.numel() for weight in loop.models.model.parameters())
     loop.log.write(
         "setting", step=start, classes=counts, pictures=count, held_out=held, parameters=parameters, steps=total,
         model=config.model,
     )  # fmt: skip
-    classes = ", ".join(f"{name}: {number} classes" for name, number in counts.items()) or "no labels"
+    described = {
+        name: "values"
+        if kinds.get(name) == "regression"
+        else f"{number} classes{SUFFIXES.get(kinds.get(name, ''), '')}"
+        for name, number in counts.items()
+    }
+    classes = ", ".join(f"{name}: {text}" for name, text in described.items()) or "no labels"
     text = (
         f"{count:,} training images{f', {held:,} held out' if held else ''} ({classes}); {config.model} with "
         f"{parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {loop.per_epoch} steps, batch size "

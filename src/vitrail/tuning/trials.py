@@ -140,9 +140,8 @@ class Trials:
         return [rounds[index] for index in range(len(steps))]
 
     @property
-    def _size(self) -> tuple[int, int]:
-        height, width = self.images[0].shape[-2:]
-        return height, width
+    def _size(self) -> tuple[int, ...]:
+        return tuple(self.found.adapter.channels_first(self.found.trunk, self.images[0]).shape[2:])
 
     def _compared(self, compare: Compare, images: Tensor, dense: bool) -> Tensor:
         found, start = [], 0

@@ -190,3 +190,23 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
 def test_rows_must_fit(images: Tensor) -> None:
     with pytest.raises(InvalidOption, match="4 rows of the global batch, for 12"):
         Augment("light", 8)(images, generator("cpu", 0), slice(0, 4), 24)
+
+
+@pytest.mark.parametrize("strength", ["none", "flip", "light", "medium", "strong"])
+def test_masks_follow_their_images(strength: str) -> None:
+    """A mask that repeats the image's two shades still does after augmentation, apart from edges."""
+    side = 48
+    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    masks = torch.stack([((rows + shift) // 12 + columns // 16) % 2 for shift in range(0, 24, 3)]).to(torch.uint8)
+    images = masks.unsqueeze(1).expand(-1, 3, -1, -1) * 255
+    augment = Augment(strength, 32, (0.0,) * 3, (1.0,) * 3, erasing=0.0)
+    made = augment(torch.cat([images, masks.unsqueeze(1)], 1), torch.Generator().manual_seed(3))
+    assert made.shape == (8, 4, 32, 32)
+    image, mask = made[:, 0], made[:, 3]
+    assert set(mask.unique().tolist()) <= {0.0, 1.0}
+    plain = Augment(strength, 32, (0.0,) * 3, (1.0,) * 3, erasing=0.0)(images, torch.Generator().manual_seed(3))
+    assert torch.equal(made[:, :3], plain)  # the image is what it is without a mask
+    if strength in ("none", "flip", "light"):  # others change colors
+        assert ((image > 0.5) == (mask > 0.5)).float().mean() > 0.94
+    unknown = augment(torch.full((2, 4, side, side), 255, dtype=torch.uint8), torch.Generator().manual_seed(0))
+    assert (unknown[:, 3] == 255).all()

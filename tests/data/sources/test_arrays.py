@@ -72,7 +72,6 @@ def test_labels_and_names() -> None:
         ({"values": torch.zeros(0, 1, 4, 4), "labels": []}, "one sample or more"),
         ({"labels": [0]}, "label has 1, for 2 samples"),
         ({"labels": 3}, "label is int"),
-        ({"labels": [0.5, 1]}, "label, number 0: its class is 0.5"),
         ({"labels": {}}, "one class for each sample"),
         ({"labels": ["a", "b"], "classes": ["a"]}, "label has 'b'"),
         ({"labels": {"x": [0, 1]}, "classes": {"y": ["a"]}}, "the same columns"),

@@ -110,6 +110,7 @@ def test_presets_decide_everything(preset: str) -> None:
     for count in (9, 100, 9469, 1_281_167):
         config = Config(data="x", preset=preset).resolved(count)
         derived = ("side", "image_size", "patch_size", "workers", "pretrained", "labels", "graphs", "modality")
+        derived += ("kind", "masks", "validation_masks", "mask_classes")
         given = ("tokens", "teacher", "distillation", "distillation_weight", "temperature", "merge", "train_only")
         assert [n for n, v in config.to_dict().items() if v is None and n not in derived + given] == []
         assert config.batch_size is not None

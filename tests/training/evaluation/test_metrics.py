@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitrail.training.evaluation.metrics import BINS, Tally, all_reduce, neighbor_logits
+from vitrail.training.evaluation.metrics import neighbor_logits
+from vitrail.training.evaluation.tallies import BINS, ClassTally, all_reduce
 
 
-def filled(classes: int = 7, batches: int = 3) -> tuple[Tally, torch.Tensor, torch.Tensor]:
-    tally, logits, labels = Tally(classes), torch.randn(60, classes) * 2, torch.randint(classes, (60,))
+def filled(classes: int = 7, batches: int = 3) -> tuple[ClassTally, torch.Tensor, torch.Tensor]:
+    tally, logits, labels = ClassTally(classes), torch.randn(60, classes) * 2, torch.randint(classes, (60,))
     for part in range(batches):
         rows = slice(part * 60 // batches, (part + 1) * 60 // batches)
         tally.add(logits[rows], labels[rows])
@@ -54,14 +55,14 @@ def test_batches_do_not_matter_and_few_classes_do_neither() -> None:
     torch.manual_seed(0)
     many = filled(batches=12)[0]
     torch.testing.assert_close(one.sums, many.sums)
-    pair = Tally(2)
+    pair = ClassTally(2)
     pair.add(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
     assert (pair.figures()["accuracy"], pair.figures()["top5"]) == (0.0, 1.0)
 
 
 def test_sums_add_up_over_ranks() -> None:
     left, right = filled()[0], filled()[0]
-    both = Tally(7)
+    both = ClassTally(7)
     both.sums = left.sums + right.sums
     assert both.figures()["accuracy"] == pytest.approx((left.figures()["accuracy"] + right.figures()["accuracy"]) / 2)
     before = left.sums.clone()

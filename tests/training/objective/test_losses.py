@@ -11,11 +11,14 @@ from torch.nn import functional as F
 
 from vitrail.errors import UnsupportedInput
 from vitrail.training.objective.losses import (
+    binary_cross_entropy,
     cross_entropy,
     feature_distillation,
     masked_cross_entropy,
+    pixel_cross_entropy,
     reconstruction,
     soft_distillation,
+    squared_error,
 )
 
 
@@ -119,3 +122,32 @@ def test_only_predictions_of_masked_patches_count() -> None:
     assert masked_cross_entropy(logits, right, torch.zeros_like(mask)).item() == 0
     with pytest.raises(UnsupportedInput, match="mask"):
         masked_cross_entropy(logits, right, mask.T)
+
+
+def test_losses_of_values_and_several_classes_in_mixed_images() -> None:
+    torch.manual_seed(0)
+    outputs, values, partner, share = torch.randn(4, 1), torch.randn(4, 1), torch.tensor([1, 0, 3, 2]), torch.rand(4)
+    own, other = (outputs - values).square()[:, 0], (outputs - values[partner]).square()[:, 0]
+    expected = (share * own + (1 - share) * other).mean()
+    assert torch.allclose(squared_error(outputs, values, 0.0, partner, share), expected)
+    logits, labels = torch.randn(4, 3), (torch.rand(4, 3) < 0.5).float()
+    assert torch.allclose(
+        binary_cross_entropy(logits, labels),
+        -(labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log()).mean(),
+    )
+    both = share[:, None] * labels + (1 - share[:, None]) * labels[partner]  # the loss is linear in the labels
+    assert torch.allclose(
+        binary_cross_entropy(logits, labels, 0.0, partner, share), binary_cross_entropy(logits, both), atol=1e-6
+    )
+
+
+def test_loss_of_masks_counts_known_pixels() -> None:
+    torch.manual_seed(0)
+    logits, masks = torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))
+    masks[0, :2] = 255
+    known = masks != 255
+    each = torch.nn.functional.cross_entropy(logits.permute(0, 2, 3, 1)[known], masks[known])
+    assert torch.allclose(pixel_cross_entropy(logits, masks), each)
+    assert pixel_cross_entropy(logits, torch.full_like(masks, 255)) == 0
+    with pytest.raises(UnsupportedInput, match="masks: expected shape"):
+        pixel_cross_entropy(logits, masks[:, :2])

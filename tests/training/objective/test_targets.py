@@ -29,7 +29,7 @@ def test_heads_of_pooled_patches_come_before_class_tokens() -> None:
 def test_task_tokens_take_the_columns_of_their_names() -> None:
     model = tiny(CLASS, task("shape", 4), task("colour", 2), num_classes=3)
     calls = assign_targets(model, {**ANIMALS, **TASKS})
-    assert [(one.name, one.column, one.heads, one.label) for one in calls] == [
+    assert [(one.name, one.where.start, one.heads, one.label) for one in calls] == [
         ("label", 0, ("cls",), "fused"),
         ("colour", 1, ("colour",), "task.colour"),
         ("shape", 2, ("shape",), "task.shape"),

@@ -16,6 +16,8 @@ from torch import nn
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.timm.beit import TimmBeit
 from vitrail.adapters.timm.eva import TimmEva
+from vitrail.adapters.timm.hiera import TimmHiera
+from vitrail.adapters.timm.swin import TimmSwin, TimmSwinV2
 from vitrail.adapters.timm.vit import TimmVisionTransformer, declared
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError
@@ -36,6 +38,9 @@ class Timm(Library):
             "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
             "timm.models.eva.Eva": TimmEva(),
             "timm.models.beit.Beit": TimmBeit(),
+            "timm.models.swin_transformer.SwinTransformer": TimmSwin(),
+            "timm.models.swin_transformer_v2.SwinTransformerV2": TimmSwinV2(),
+            "timm.models.hiera.Hiera": TimmHiera(),
         }
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:

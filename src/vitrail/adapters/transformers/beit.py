@@ -31,7 +31,7 @@ _BEIT = BlockNames(
     tokens="hidden_states",
     arguments=(("attention_mask", "mask"),),
 )
-_DATA2VEC = replace(
+_NESTED = replace(
     _BEIT,
     qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
     proj="attention.output.dense",
@@ -58,8 +58,8 @@ class BeitBlock(NamedBlock):
         return super().read_call(args, kwargs)._replace(mask=None)
 
 
-class Data2VecBlock(BeitBlock):
-    """A block of data2vec-vision: attention is two modules deep, and it returns a tuple."""
+class NestedBeitBlock(BeitBlock):
+    """A block in the older arrangement of modules: attention is two modules deep, and it returns a tuple."""
 
     tuple_length = 2
 
@@ -77,12 +77,13 @@ class BeitEntryPoint(TransformersEntryPoint):
 
 
 class BeitTrunk(TransformersTrunk):
-    """BEiT: a class token, inputs of any size, and a relative position bias."""
+    """BEiT and data2vec-vision: a class token, inputs of any size, and a relative position bias."""
 
     interpolates = True
     block_classes: Mapping[type | str, BlockAdapter] = {f"{_BEIT_MODULE}.BeitLayer": BeitBlock(_BEIT)}
     nested_classes: Mapping[type | str, BlockAdapter] = {
-        f"{_DATA2VEC_MODULE}.Data2VecVisionLayer": Data2VecBlock(_DATA2VEC)
+        f"{_DATA2VEC_MODULE}.Data2VecVisionLayer": NestedBeitBlock(_NESTED),
+        f"{_BEIT_MODULE}.BeitLayer": NestedBeitBlock(_NESTED),  # transformers before 5.10
     }
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
@@ -108,24 +109,16 @@ class BeitTrunk(TransformersTrunk):
 
     def own_bias(self, block: Any) -> nn.Module | None:
         """Return the module that computes a block's own bias; None where it has none."""
-        return block.relative_position_bias
+        nested = getattr(block.attention, "attention", None)
+        return block.relative_position_bias if nested is None else getattr(nested, "relative_position_bias", None)
 
     def shared_bias(self, trunk: Any) -> nn.Module | None:
         """Return the module that computes the bias of all blocks; None where there is none."""
-        return trunk.shared_position_bias
-
-
-class Data2VecTrunk(BeitTrunk):
-    """data2vec-vision: BEiT in the older arrangement of modules."""
-
-    def own_bias(self, block: Any) -> nn.Module | None:
-        return getattr(block.attention.attention, "relative_position_bias", None)
-
-    def shared_bias(self, trunk: Any) -> nn.Module | None:
-        return getattr(trunk.encoder, "relative_position_bias", None)
+        encoder = getattr(trunk, "encoder", None)
+        return trunk.shared_position_bias if encoder is None else getattr(encoder, "relative_position_bias", None)
 
 
 TRUNKS: dict[str, TrunkAdapter] = {
     f"{_BEIT_MODULE}.BeitModel": BeitTrunk(),
-    f"{_DATA2VEC_MODULE}.Data2VecVisionModel": Data2VecTrunk(),
+    f"{_DATA2VEC_MODULE}.Data2VecVisionModel": BeitTrunk(),
 }

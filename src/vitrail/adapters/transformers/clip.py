@@ -1,4 +1,4 @@
-"""transformers: the vision towers of CLIP, SigLIP and SigLIP 2, alone or inside models with text or a head."""
+"""transformers: the vision towers of CLIP, MetaCLIP 2, SigLIP and SigLIP 2, alone or beside text or a head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LAYER_NAMES = BlockNames(
     tokens="hidden_states",
     arguments=(("attention_mask", "mask"),),
     dense=MlpNames(
-        ("CLIPMLP", "SiglipMLP", "Siglip2MLP", "Idefics3VisionMLP", "SmolVLMVisionMLP"), act="mlp.activation_fn"
+        ("CLIPMLP", "MetaClip2MLP", "SiglipMLP", "Siglip2MLP", "Idefics3VisionMLP", "SmolVLMVisionMLP"),
+        act="mlp.activation_fn",
     ),
 )
 """Names of the parts of a block of CLIP, which many towers share."""
@@ -34,10 +35,13 @@ _LAYER = NamedBlock(LAYER_NAMES)
 
 
 class ClipTrunk(TransformersTrunk):
-    """CLIP's vision tower: a class token, and a norm before the blocks."""
+    """The vision tower of CLIP and MetaCLIP 2: a class token, and a norm before the blocks."""
 
     norm = "post_layernorm"
-    block_classes: Mapping[type | str, BlockAdapter] = {f"{MODELS}.clip.modeling_clip.CLIPEncoderLayer": _LAYER}
+    block_classes: Mapping[type | str, BlockAdapter] = {
+        f"{MODELS}.clip.modeling_clip.CLIPEncoderLayer": _LAYER,
+        f"{MODELS}.metaclip_2.modeling_metaclip_2.MetaClip2EncoderLayer": _LAYER,
+    }
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
@@ -79,8 +83,10 @@ class SiglipTrunk(ClipTrunk):
 
 TRUNKS: dict[str, TrunkAdapter] = {
     f"{MODELS}.clip.modeling_clip.CLIPVisionModel": ClipTrunk(),
+    f"{MODELS}.metaclip_2.modeling_metaclip_2.MetaClip2VisionModel": ClipTrunk(),
     f"{MODELS}.siglip.modeling_siglip.SiglipVisionModel": SiglipTrunk(),
     # transformers before 5.6
     f"{MODELS}.clip.modeling_clip.CLIPVisionTransformer": ClipTrunk(),
+    f"{MODELS}.metaclip_2.modeling_metaclip_2.MetaClip2VisionTransformer": ClipTrunk(),
     f"{MODELS}.siglip.modeling_siglip.SiglipVisionTransformer": SiglipTrunk(),
 }

@@ -21,10 +21,17 @@ FAMILIES = (
     "beit",
     "clip",
     "dinov3",
+    "pixio",
     "qwen_vl",
+    "radio",
+    "sam",
+    "sam2",
     "siglip2",
+    "swin",
     "video",
     "vit",
+    "vit_mae",
+    "vjepa2",
     "vlm",
 )
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""

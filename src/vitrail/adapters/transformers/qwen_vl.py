@@ -1,13 +1,17 @@
-"""transformers: towers of vision-language models that pack images of any size into one sequence: Qwen2-VL, Qwen3-VL.
+"""transformers: towers that pack images of any size into one sequence: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and relatives.
 
 Every frame of every image or video is a segment that attends to itself alone. Patches come in the order of the cells
-of 2 × 2 that become one token of the language model.
+of 2 × 2 that become one token of the language model. In most blocks of Qwen2.5-VL, patches attend inside windows; there
+tokens merge inside their window in every block, so that each stays in one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,9 +51,12 @@ class PackedEntryPoint(EntryPoint):
         lengths = kwargs.get("cu_seqlens")
         if lengths is not None and lengths.tolist() != adapter.boundaries(grid_thw):
             raise UnsupportedInput("cu_seqlens does not agree with grid_thw: each frame is a segment of its own")
+        adapter.check_call(self, grid_thw, kwargs)
         hidden = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
         expose = bool(hidden) or frozenset(adapter.read_layers(self))
-        with open_pass(self, adapter.layout(self), expose=expose, gridded=True, segments=segments):
+        sizes = adapter.window_sizes(self)
+        together = frozenset(layer for layer, size in enumerate(sizes) if size is None and any(sizes))
+        with open_pass(self, adapter.layout(self), expose=expose, gridded=True, segments=segments, together=together):
             return super().forward(hidden_states, grid_thw, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -61,6 +68,9 @@ class PackedTrunk(TransformersTrunk):
     block_classes: Mapping[type | str, BlockAdapter] = {
         f"{MODELS}.qwen2_vl.modeling_qwen2_vl.Qwen2VLVisionBlock": NamedBlock(_BLOCK),
         f"{MODELS}.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionBlock": NamedBlock(_BLOCK),
+        f"{MODELS}.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionBlock": NamedBlock(_BLOCK),
+        f"{MODELS}.qwen3_5.modeling_qwen3_5.Qwen3_5VisionBlock": NamedBlock(_BLOCK),
+        f"{MODELS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionBlock": NamedBlock(_BLOCK),
     }
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -125,12 +135,109 @@ class PackedTrunk(TransformersTrunk):
             found.append(Segments(layout, places, self.position(trunk, layout.grid), images))
         return tuple(found)
 
+    def check_call(self, trunk: Any, grids: Tensor, call: Mapping[str, Any]) -> None:
+        """Raise where other arguments of the call do not agree with the grids."""
+
     def boundaries(self, grids: Tensor) -> list[int]:
         """Return where frames begin and end in the packed sequence."""
         found = [0]
         for frames, height, width in grids.tolist():
             found += [found[-1] + (frame + 1) * height * width for frame in range(frames)]
         return found
+
+
+class WindowedTrunk(PackedTrunk):
+    """Qwen2.5-VL's tower: windows of whole cells in most blocks, RMS norms and SwiGLU."""
+
+    block_classes: Mapping[type | str, BlockAdapter] = {
+        f"{MODELS}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionBlock": NamedBlock(_BLOCK),
+    }
+
+    def window_side(self, trunk: Any) -> int:
+        """Return how many patches a side of a window has: a whole number of cells."""
+        cells: int = trunk.window_size // trunk.spatial_merge_size // trunk.patch_size
+        return cells * trunk.spatial_merge_size
+
+    def own_size(self, trunk: Any) -> tuple[int, ...]:
+        """Return a typical size of whole windows."""
+        side = self.window_side(trunk)
+        pixels = max(1, 32 // side) * side * trunk.config.patch_size
+        return pixels, pixels
+
+    def window_sizes(self, trunk: Any) -> Sequence[int | None]:
+        full, side = set(trunk.fullatt_block_indexes), self.window_side(trunk)
+        return [None if layer in full else side**2 for layer in range(len(trunk.blocks))]
+
+    def windows(self, trunk: Any, layout: TokenLayout) -> Sequence[tuple[TokenLayout, int]]:
+        side = self.window_side(trunk)
+        sizes = Counter((height, width) for _, _, height, width in _window_places(layout.grid[1:], side))
+        return [(layout.with_grid((1, *size)), count) for size, count in sizes.items()]
+
+    def segments(self, trunk: Any, patches: Tensor, grids: Tensor) -> tuple[Segments, ...]:
+        """Return the windows of all frames, those of one size in images of one size as one batch."""
+        cell, side, start, frame = trunk.config.spatial_merge_size, self.window_side(trunk), 0, 0
+        found: dict[tuple[tuple[int, int], tuple[int, int]], list[tuple[int, int, tuple[int, int, int]]]] = {}
+        for frames, height, width in grids.tolist():
+            for _ in range(frames):
+                first = start  # of the frame
+                for top, left, *size in _window_places((height, width), side):
+                    own = found.setdefault(((height, width), (size[0], size[1])), [])
+                    own.append((frame, start, (first, top, left)))
+                    start += size[0] * size[1]
+                frame += 1
+        return tuple(
+            self._batch(trunk, patches, grid, size, windows, cell_order(*size, cell))
+            for (grid, size), windows in found.items()
+        )
+
+    def _batch(
+        self,
+        trunk: Any,
+        patches: Tensor,
+        grid: tuple[int, int],
+        size: tuple[int, int],
+        windows: list[tuple[int, int, tuple[int, int, int]]],
+        order: Tensor,
+    ) -> Segments:
+        """Return windows of one size: each has its frame, its place in the sequence, and its place in the frame."""
+        device, whole = patches.device, TokenLayout.of(grid=(1, *grid))
+        rotary = self.position(trunk, whole.grid)
+        assert isinstance(rotary, Rotary)
+        assert rotary.positions is not None
+        rows, columns = (torch.arange(steps) for steps in size)
+        inside = [((top + rows).unsqueeze(1) * grid[1] + left + columns).flatten() for _, _, (_, top, left) in windows]
+        in_frame = torch.stack(inside)
+        places = (torch.tensor([start for _, start, _ in windows]).unsqueeze(1) + order).to(device)
+        # the images are in the order of cells of the whole frame
+        unordered = cell_order(*grid, trunk.config.spatial_merge_size)[in_frame]
+        pixels = (torch.tensor([first for _, _, (first, _, _) in windows]).unsqueeze(1) + unordered).to(device)
+        return Segments(
+            TokenLayout.of(grid=(1, *size)),
+            places,
+            replace(rotary, positions=rotary.positions[in_frame.to(rotary.positions.device)]),
+            partial(_images, patches, pixels, trunk.config, size),
+            whole,
+            tuple(frame for frame, _, _ in windows),
+        )
+
+    def check_call(self, trunk: Any, grids: Tensor, call: Mapping[str, Any]) -> None:
+        lengths, side = call.get("cu_window_seqlens"), self.window_side(trunk)
+        if lengths is None:
+            return
+        found = [0]
+        for frames, height, width in grids.tolist():
+            sizes = [rows * columns for _, _, rows, columns in _window_places((height, width), side)]
+            for size in sizes * frames:
+                found.append(found[-1] + size)
+        if lengths.tolist() != found:
+            raise UnsupportedInput("cu_window_seqlens does not agree with grid_thw and the model's windows")
+
+
+def _window_places(grid: tuple[int, ...], side: int) -> list[tuple[int, int, int, int]]:
+    """Return top, left, height and width of each window of a grid, row by row; those at the far edges are smaller."""
+    height, width = grid
+    corners = product(range(0, height, side), range(0, width, side))
+    return [(top, left, min(side, height - top), min(side, width - left)) for top, left in corners]
 
 
 def cell_order(height: int, width: int, side: int) -> Tensor:
@@ -148,12 +255,16 @@ def _images(patches: Tensor, places: Tensor, config: Any, grid: tuple[int, int])
 
 
 class Qwen3Trunk(PackedTrunk):
-    """Qwen3-VL's tower, with mergers behind blocks in the middle (DeepStack)."""
+    """The tower of Qwen3-VL, with mergers behind blocks in the middle (DeepStack), and of Qwen3.5, without."""
 
     mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
 
 TRUNKS: dict[str, TrunkAdapter] = {
+    f"{MODELS}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": WindowedTrunk(),
     f"{MODELS}.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": PackedTrunk(),
     f"{MODELS}.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel": Qwen3Trunk(),
+    f"{MODELS}.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel": Qwen3Trunk(),
+    f"{MODELS}.qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel": Qwen3Trunk(),
+    f"{MODELS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionModel": Qwen3Trunk(),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,19 +34,55 @@ out = PipeConsole(highlight=False)
 err = PipeConsole(stderr=True, highlight=False)
 
 
+class Bars(Progress):
+    """Progress bars on standard error that know whether they are shown."""
+
+    shown = 0
+
+    def start(self) -> None:
+        """Show the bars."""
+        Bars.shown += not self.disable
+        super().start()
+
+    def stop(self) -> None:
+        """Remove the bars."""
+        Bars.shown -= self.live.is_started
+        super().stop()
+
+
 def say(text: str, style: str = "") -> None:
-    """Print a line of results without wrapping, so that paths stay whole."""
-    out.print(Text(text, style=style), soft_wrap=True)
+    """Print lines of results; above progress bars, where both are on one terminal."""
+    console = err if Bars.shown and out.is_terminal else out
+    console.print(Text(_wrapped(text, console), style=style), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print a yellow note."""
-    err.print(Text.assemble(("Note: ", "bold yellow"), (" ".join(text.split()), "yellow")), soft_wrap=True)
+    _print_labeled("Note", text, "yellow")
 
 
 def error(text: str) -> None:
     """Print a red error."""
-    err.print(Text.assemble(("Error: ", "bold red"), (" ".join(text.split()), "red")), soft_wrap=True)
+    _print_labeled("Error", text, "red")
+
+
+def _print_labeled(label: str, text: str, color: str) -> None:
+    line = _wrapped(" ".join(f"{label}: {text}".split()), err)
+    shown = Text(line, style=color)
+    shown.stylize("bold", 0, len(label) + 1)
+    err.print(shown, soft_wrap=True)
+
+
+def _wrapped(text: str, console: Console) -> str:
+    """Return text wrapped between words for a terminal, and unchanged for a file; paths stay whole."""
+    if not console.is_terminal:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        keep = {"break_long_words": False, "break_on_hyphens": False}
+        lines.append(textwrap.fill(line, console.width, subsequent_indent=indent, **keep))  # type: ignore[arg-type]
+    return "\n".join(lines)
 
 
 _flags: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
@@ -110,10 +147,10 @@ def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
     return made
 
 
-def progress() -> Progress:
+def progress() -> Bars:
     """Return a progress bar that disappears when done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+    return Bars(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
 @contextmanager

@@ -1,33 +1,32 @@
-"""Media: for each modality, which commands accept its models, how samples are read and how groups are drawn.
+"""Media: for each modality, which commands accept its models, and how samples are checked and read.
 
 A command knows no medium by itself: it asks the `Medium` of its data or of the model's input specification. To add a
-medium to the command line, give its entry in `MEDIA` the commands and functions, and decode its files in
-`vitrail.data`.
+medium to the command line, give its entry in `MEDIA` the commands and functions, decode its files in `vitrail.data`,
+and draw its groups in `vitrail.drawing.groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 
 from vitrail.cli._shared import console
-from vitrail.data import Dataset, InputSpec, check_image, to_tensor
-from vitrail.drawing import contact_sheet, stained_glass
+from vitrail.data import Clip, Dataset, InputSpec, Sound, check_image, open_dataset, to_tensor
+from vitrail.data.media import MEDIA as FILES
 from vitrail.errors import ImageError, UnsupportedInput
-
-SIDE = 1600
-"""Longest side of an image in the side-by-side view; the stained glass keeps the image's resolution."""
 
 RANDOM_INPUTS = ("bench", "export")
 """Commands that read no data: they run models on random inputs of the right shape."""
 
 WHOLE_DATASETS = ("embed", "predict")
 """Commands that run a model on every sample of a dataset, of any medium."""
+
+READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect")
+"""Commands for every medium that has files."""
 
 
 @dataclass(frozen=True)
@@ -37,39 +36,62 @@ class Medium:
     Attributes:
         noun: what inputs are called.
         commands: commands that accept such models.
-        check: checks a file, mostly by its header; returns its number of frames, of which the first is used.
+        check: checks a file, mostly by its header; returns its number of frames if only the first is used, else 1.
         batch: returns a sample as a batch of one for a model.
-        draw: draws a sample's groups (h, w); returns images by the ending of their files, the drawing first.
     """
 
     noun: str
     commands: Sequence[str] = (*RANDOM_INPUTS, *WHOLE_DATASETS)
     check: Callable[[Path], int] = lambda path: 1
     batch: Callable[[Any, InputSpec], Tensor] = lambda values, spec: spec.normalize(values[None])
-    draw: Callable[[Any, Any], dict[str, Image.Image]] = lambda values, groups: {}
 
 
-def _draw_glass(image: Image.Image, groups: Any) -> dict[str, Image.Image]:
-    glass = stained_glass(image, groups)
-    sides = [image.copy(), glass.copy()]
-    for side in sides:
-        side.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    return {"glass": glass, "side-by-side": contact_sheet(sides)}
+def _check_recording(kind: type[Clip] | type[Sound]) -> Callable[[Path], int]:
+    def check(path: Path) -> int:
+        kind(path).check()
+        return 1
+
+    return check
+
+
+def _batch(recording: Any, spec: InputSpec) -> Tensor:
+    batch: Tensor = recording.tensor(spec)[None]
+    return batch
 
 
 MEDIA = {
     "image": Medium(
         "images",
-        (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "demo", "inspect"),
+        (*READING, "demo", "serve", "web"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
-        draw=_draw_glass,
     ),
-    "audio": Medium("sounds"),
-    "video": Medium("video clips"),
+    "audio": Medium("sounds", READING, check=_check_recording(Sound), batch=_batch),
+    "video": Medium("video clips", READING, check=_check_recording(Clip), batch=_batch),
     "array": Medium("spectrograms or other arrays"),
 }
 """Media by modality, as in `InputSpec.modality`."""
+
+
+@dataclass(frozen=True)
+class Readable:
+    """Samples that can be read, by their file headers.
+
+    Attributes:
+        indices: the readable ones.
+        skipped: the others, as a summary lists them.
+        animations: names of files of which only the first frame is used.
+    """
+
+    indices: list[int]
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    animations: list[str] = field(default_factory=list)
+
+    def note(self) -> None:
+        """Note files of several frames."""
+        if self.animations:
+            number, first = len(self.animations), self.animations[0]
+            console.note(f"Only the first frame is used of {number} animations, such as {first}.")
 
 
 def medium_of(dataset: Dataset) -> Medium:
@@ -90,8 +112,31 @@ def check_accepted(name: str, spec: InputSpec, command: str) -> None:
         )
 
 
-def find_readable(dataset: Dataset) -> tuple[list[int], list[dict[str, str]]]:
-    """Return the indices of readable samples, and those that are not, by file headers; note files of several frames.
+def open_for(dataset: Dataset, source: Any, spec: InputSpec, **options: Any) -> Dataset:
+    """Return a dataset as samples of what a model takes: GIFs that were opened as images are opened again as clips.
+
+    Raises:
+        UnsupportedInput: the data holds something else.
+    """
+    if spec.modality in (dataset.modality, "array") or dataset.modality == "array":
+        return dataset
+    wrong = UnsupportedInput(
+        f"the model takes {MEDIA[spec.modality].noun}, {' × '.join(map(str, spec.shape))}, and the data holds "
+        f"{medium_of(dataset).noun}, such as {dataset.name(0)}; use a model for these, or give it "
+        f"{MEDIA[spec.modality].noun}"
+    )
+    try:
+        opened = open_dataset(source, modality=spec.modality, **options)
+    except ImageError as error:
+        raise wrong from error
+    endings = FILES[spec.modality].extensions
+    if opened.modality != spec.modality or not all(path.suffix.lower() in endings for path in opened.paths or ()):
+        raise wrong
+    return opened
+
+
+def find_readable(dataset: Dataset) -> Readable:
+    """Find the samples that can be read, by file headers.
 
     Of a source without files, such as a parquet file, samples are read until one can be.
     """
@@ -102,7 +147,7 @@ def find_readable(dataset: Dataset) -> tuple[list[int], list[dict[str, str]]]:
     for index in range(len(dataset)):
         try:
             if paths is None or len(dataset) == 1:
-                dataset.read(index)  # to the last pixel
+                check_sample(dataset, index)
             if paths is None:
                 good += range(index, len(dataset))
                 break
@@ -113,10 +158,14 @@ def find_readable(dataset: Dataset) -> tuple[list[int], list[dict[str, str]]]:
                 raise
             skipped.append(skip(dataset, index, error))
     check_any(good, dataset)
-    several = [name for name, count in frames.items() if count > 1]
-    if several:
-        console.note(f"Only the first frame is used of {len(several)} animations, such as {several[0]}.")
-    return good, skipped
+    return Readable(good, skipped, [name for name, count in frames.items() if count > 1])
+
+
+def check_sample(dataset: Dataset, index: int) -> None:
+    """Raise unless a sample can be read: images to the last pixel, clips and sounds by their header."""
+    sample = dataset.read(index).image
+    if isinstance(sample, Clip | Sound):
+        sample.check()
 
 
 def skip(dataset: Dataset, index: int, error: ImageError) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch import nn
 import vitrail
 from vitrail.adapters import LIBRARIES, find, hub, size_options
 from vitrail.adapters.registry import library, sized, split_name
+from vitrail.adapters.saved import target_specs
 from vitrail.cli._shared.media import MEDIA, Medium, check_accepted
 from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
@@ -67,7 +68,7 @@ def load(
     check_accepted(name, spec, command)
     resized, layout = sized(found, size, name)
     names = vitrail.class_names(model)
-    questions = assign_targets(model, names) if names else ()
+    questions = assign_targets(model, names, target_specs(model)) if names else ()
     weights = "random" if random else "pretrained"
     return Loaded(name, model.to(place), replace(spec, size=resized.size), layout, place, weights, size, questions)
 

@@ -89,8 +89,12 @@ def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list
     return renamed
 
 
+SOURCES = "Files or folders of images, clips or sounds, parquet files, shards, or hf:OWNER/NAME."
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, vitrail:RUN, or vitrail:tiny."
+    ),
 ]
 METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its name and options."
 Method = Annotated[Any, typer.Option(metavar="NAME", parser=parse_method, help=METHODS)]

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
@@ -15,6 +15,7 @@ from PIL import Image
 
 from vitrail._atomic_files import temporary_files
 from vitrail.data import Dataset
+from vitrail.drawing.film import Film
 from vitrail.errors import VitrailError
 
 
@@ -68,6 +69,14 @@ def write_image(path: Path, image: Image.Image) -> None:
     write_atomically(path, lambda file: image.save(file, format="PNG"))
 
 
+def write_drawing(path: Path, drawing: Image.Image | Film) -> None:
+    """Write an image as PNG, or a film, atomically."""
+    if isinstance(drawing, Film):
+        write_atomically(path, drawing.save)
+    else:
+        write_image(path, drawing)
+
+
 def write_text(path: Path, text: str, option: str = "-o") -> None:
     """Write a text file, atomically."""
     write_atomically(path, lambda file: file.write(text.encode()), option)
@@ -102,12 +111,13 @@ class Names:
         self.labels = [label if count[Path(label).stem.casefold()] > 1 else Path(label).stem for label in full]
         self.taken = {str(Path(path).resolve()).casefold() for path in paths}
 
-    def of(self, index: int, endings: Iterable[str]) -> dict[str, Path]:
-        """Return the files for the results of a sample, by ending."""
+    def of(self, index: int, endings: Iterable[str] | Mapping[str, str]) -> dict[str, Path]:
+        """Return the files for the results of a sample, by ending: PNG files, or with the suffix of each ending."""
+        suffixes = endings if isinstance(endings, Mapping) else dict.fromkeys(endings, ".png")
         number = 1
         while True:
             stem = self.labels[index] + (f"-{number}" if number > 1 else "")
-            paths = {ending: self.directory / f"{stem}-{ending}.png" for ending in endings}
+            paths = {ending: self.directory / f"{stem}-{ending}{suffix}" for ending, suffix in suffixes.items()}
             keys = {str(path.resolve()).casefold() for path in paths.values()}
             if self.taken.isdisjoint(keys):
                 self.taken |= keys

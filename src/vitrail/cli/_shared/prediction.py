@@ -17,6 +17,8 @@ from vitrail._timing import Clock
 from vitrail.adapters.outputs import output_tensor
 from vitrail.cli._shared.model import Loaded
 from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result
+from vitrail.drawing import draw_groups
+from vitrail.drawing.film import Film
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
 from vitrail.runtime.trace import Trace
@@ -73,18 +75,20 @@ def predict(loaded: Loaded, batch: Tensor) -> Prediction:
         ) from error
     seconds = clock.now() - start
     values, is_classes = _values(loaded.model, output)
+    if loaded.questions:
+        is_classes = is_classes and any(question.kind == "classification" for question in loaded.questions)
     return Prediction(values.flatten().double().cpu(), is_classes, seconds, _guesses(loaded, output))
 
 
 def compare_merged(
     loaded: Loaded, merging: vitrail.Merging, sample: Any, name: str, before: Prediction
-) -> tuple[dict[str, Image.Image], Result, Cost]:
+) -> tuple[dict[str, Image.Image | Film], Result, Cost]:
     """Run the merged model on one sample; return drawings of its groups, the comparison with the unmerged model, and
     what it cost.
     """
     with merging.track() as trace:
         after = predict(loaded, loaded.medium.batch(sample, loaded.spec))
-    groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
+    groups = trace.groups[0].reshape(trace.layout.grid).cpu().numpy()
     norms = float(before.values.norm() * after.values.norm())
     cosine = float(before.values @ after.values) / norms if norms > 0 else math.nan
     same = None
@@ -103,15 +107,18 @@ def compare_merged(
         guesses_after=after.guesses,
     )
     cost = _traced_cost(loaded, trace, merging.flops(loaded.size, merged=False))
-    return loaded.medium.draw(sample, groups), result, cost
+    return draw_groups(sample, groups, loaded.spec), result, cost
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:
     """Return the most likely classes of each label column."""
     found: Guesses = {}
     for question in loaded.questions:
-        scores = question.read(output.logits if question.own else output.by_role[question.name])[0]
-        likely, places = scores.double().softmax(0).topk(min(GUESSES, len(scores)))
+        if question.kind not in ("classification", "multilabel"):
+            continue
+        scores = question.prediction(output)[0].double()
+        shares = scores.softmax(0) if question.kind == "classification" else scores.sigmoid()
+        likely, places = shares.topk(min(GUESSES, len(scores)))
         pairs = zip(places.tolist(), likely.tolist(), strict=True)
         found[question.name] = [Guess(question.classes[place], probability) for place, probability in pairs]
     return found

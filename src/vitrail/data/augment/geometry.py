@@ -42,14 +42,15 @@ def random_boxes(
     return start, size
 
 
-def crop(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, out: int) -> Tensor:
+def crop(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, out: int, *, nearest: bool = False) -> Tensor:
     """Crop boxes and resize them to (b, C, out, out), bicubic and antialiased; ``flip`` (b,) mirrors horizontally.
 
-    Resizing is linear, so each axis is one matrix product: exact for any box, without gathering pixels.
+    Resizing is linear, so each axis is one matrix product: exact for any box, without gathering pixels. With
+    ``nearest`` each pixel takes the value of one pixel, as masks must.
     """
-    side = images.shape[-1]
-    rows = resize_matrix(start[:, 0], size[:, 0], side, out)
-    columns = resize_matrix(start[:, 1], size[:, 1], side, out)
+    side, matrix = images.shape[-1], nearest_matrix if nearest else resize_matrix
+    rows = matrix(start[:, 0], size[:, 0], side, out)
+    columns = matrix(start[:, 1], size[:, 1], side, out)
     columns = torch.where(flip[:, None, None], columns.flip(1), columns)
     return rows[:, None] @ (images @ columns[:, None].mT)
 
@@ -63,6 +64,13 @@ def resize_matrix(start: Tensor, size: Tensor, side: int, out: int) -> Tensor:
     end = (start + size)[:, None, None]
     weights = weights * ((pixels > start[:, None, None]) & (pixels < end))
     return weights / weights.sum(-1, keepdim=True)
+
+
+def nearest_matrix(start: Tensor, size: Tensor, side: int, out: int) -> Tensor:
+    """Return the matrices (b, out, side) that crop a part of an axis and take the pixel nearest to each new one."""
+    centers = torch.arange(out, device=start.device) + 0.5
+    places = (start[:, None] + (size / out)[:, None] * centers).floor().long().clamp(0, side - 1)
+    return F.one_hot(places, side).to(start.dtype)
 
 
 def cubic(distance: Tensor) -> Tensor:
@@ -87,8 +95,10 @@ def affine(angle: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
     return torch.cat([linear, linear @ (-2 * shift[..., None])], 2)
 
 
-def warp(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, maps: Tensor, out: int) -> Tensor:
-    """Crop, warp and resize boxes to (b, C, out, out) in one bicubic sampling.
+def warp(
+    images: Tensor, start: Tensor, size: Tensor, flip: Tensor, maps: Tensor, out: int, *, nearest: bool = False
+) -> Tensor:
+    """Crop, warp and resize boxes to (b, C, out, out) in one bicubic sampling; with ``nearest`` values are not mixed.
 
     Pixels outside of the box come from the image, and outside of the image from its mirror image. Boxes that shrink to
     a half or less are sampled from an image of that size. Boxes and ``flip`` are as for :func:`crop`; ``maps``, of
@@ -101,6 +111,8 @@ def warp(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, maps: Tensor
     placed = torch.cat([maps[:, :, :2] * mirror[:, None], maps[:, :, 2:]], 2) * half[..., None]
     placed = torch.cat([placed[:, :, :2], placed[:, :, 2:] + middle[..., None]], 2)
     grid = F.affine_grid(placed, [len(images), images.shape[1], out, out], align_corners=False)
+    if nearest:
+        return F.grid_sample(images, grid, "nearest", "reflection", align_corners=False)
     levels = max(int(math.log2(side / out)), 0)
     wanted = (size.amax(1) / out).log2().floor().clamp(0, levels)[:, None, None, None]
     made = images

@@ -23,6 +23,9 @@ from vitrail.errors import InvalidOption
 
 Strength = Literal["none", "flip", "light", "medium", "strong"]
 
+WITH_MASK = 4
+"""Channels of an image with its mask."""
+
 TRIES = 10
 """Boxes drawn for a crop; the first that fits into the image is taken."""
 
@@ -124,8 +127,15 @@ class Augment:
         return prepared
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """Augment a batch by drawn numbers (b, 60), from 0 to 1. Nothing here is random."""
+        """Augment a batch by drawn numbers (b, 60), from 0 to 1. Nothing here is random.
+
+        A fourth channel is a mask of class numbers: it is cropped, flipped and warped as the image is, without mixing
+        of values, and nothing else.
+        """
         found = dict(zip(DRAWS, numbers.split([*DRAWS.values()], 1), strict=True))
+        if images.shape[1] == WITH_MASK:
+            mask = self._cropped(images[:, 3:].float(), found, nearest=True)
+            return torch.cat([self.apply(images[:, :3], numbers), mask], 1)
         images = self._cropped(images.float() / 255, found)
         if self.strength in ("medium", "strong"):
             images = self._recolored(images.clamp(0, 1), found)
@@ -134,7 +144,12 @@ class Augment:
         return normalize(images.clamp(0, 1), self.mean, self.std)
 
     def plain(self, images: Tensor) -> Tensor:
-        """Prepare a batch for evaluation: resized (bicubic, antialiased) where it must be, and normalized."""
+        """Prepare a batch for evaluation: resized (bicubic, antialiased) where it must be, and normalized.
+
+        A fourth channel is a mask, which is resized without mixing of values.
+        """
+        if images.shape[1] == WITH_MASK:
+            return torch.cat([self.plain(images[:, :3]), self._resized(images[:, 3:].float(), nearest=True)], 1)
         with full_precision(images.device):
             return normalize(self._resized(images.float() / 255).clamp(0, 1), self.mean, self.std)
 
@@ -146,17 +161,20 @@ class Augment:
     def _erased(self) -> float:
         return (STRONG_ERASING if self.strength == "strong" else 0.0) if self.erasing is None else self.erasing
 
-    def _resized(self, images: Tensor) -> Tensor:
+    def _resized(self, images: Tensor, *, nearest: bool = False) -> Tensor:
         if images.shape[-1] == self.size and images.shape[-2] == self.size:
             return images
+        if nearest:
+            return F.interpolate(images, (self.size, self.size), mode="nearest-exact")
         return F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
 
-    def _cropped(self, images: Tensor, found: dict[str, Tensor]) -> Tensor:
+    def _cropped(self, images: Tensor, found: dict[str, Tensor], *, nearest: bool = False) -> Tensor:
+        """Crop, flip and warp images, or with ``nearest`` masks, whose values are not mixed."""
         flip = found["flip"][:, 0] < 0.5
         if self.strength == "none":
-            return self._resized(images)
+            return self._resized(images, nearest=nearest)
         if self.strength == "flip":
-            images = self._resized(images)
+            images = self._resized(images, nearest=nearest)
             return torch.where(flip[:, None, None, None], images.flip(-1), images)
         side = images.shape[-1]
         scale = (self.crop_min, self.crop_max)
@@ -164,13 +182,13 @@ class Augment:
             found["area"], found["ratio"], found["place"], side, scale, self.ratio, otherwise=side
         )
         if self.strength != "strong":
-            return crop(images, start, size, flip, self.size)
+            return crop(images, start, size, flip, self.size, nearest=nearest)
         amount = (found["warped"] < WARPED).to(found["angle"].dtype)
         angle, shear, shift = (
             _signed(numbers, most) * amount
             for numbers, most in ((found["angle"], ANGLE), (found["shear"], SHEAR), (found["shift"], SHIFT))
         )
-        return warp(images, start, size, flip, affine(angle[:, 0], shear, shift), self.size)
+        return warp(images, start, size, flip, affine(angle[:, 0], shear, shift), self.size, nearest=nearest)
 
     def _recolored(self, images: Tensor, found: dict[str, Tensor]) -> Tensor:
         choice = (found["choice"] * 3)[..., None, None]

@@ -16,14 +16,16 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
-from vitrail.data.media import MEDIA, check_modality, modality_of
+from vitrail.data.masks import MaskReader
+from vitrail.data.media import MEDIA, check_modality, endings_of, modality_of
 from vitrail.data.remote import find_remote, is_remote
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Labels, Source, distinct, matching
 from vitrail.data.sources.folder import FolderSource
 from vitrail.data.sources.hub import HubSource, open_hub
-from vitrail.data.sources.parquet import ParquetSource, is_parquet
+from vitrail.data.sources.parquet import ParquetSource, is_parquet, label_table
 from vitrail.data.sources.shards import ShardSource, find_shards
+from vitrail.data.sources.table import TABLES, TableSource, read_csv
 from vitrail.data.sources.torch_dataset import TorchSource, open_torchvision
 from vitrail.errors import InvalidOption
 
@@ -32,13 +34,23 @@ __all__ = ["Arrays", "Labels", "Source", "are_paths", "open_source"]
 PathLike = str | os.PathLike[str]
 
 
-def open_source(source: Any, columns: Sequence[str] = (), modality: str | None = None) -> Source:
+def open_source(
+    source: Any,
+    columns: Sequence[str] = (),
+    modality: str | None = None,
+    masks: PathLike | None = None,
+    mask_classes: int | None = None,
+) -> Source:
     """Open any source of samples.
 
     ``columns`` names the labels of a torch dataset that has several. ``modality`` says what files hold; by default what
-    their endings say, and in a folder images if there are any, else clips, else sounds.
+    their endings say, and in a folder images if there are any, else clips, else sounds. ``masks`` is a folder with the
+    masks of images, ``mask_classes`` the number of their classes if their values are class numbers.
     """
     check_modality(modality)
+    reader = MaskReader(mask_classes)
+    if masks is not None and not are_paths(source):
+        raise InvalidOption(f"masks={os.fspath(masks)!r} is a folder of masks for a folder of images; leave it out")
     if isinstance(source, Source):
         return source
     if isinstance(source, Tensor | np.ndarray):
@@ -64,11 +76,13 @@ def open_source(source: Any, columns: Sequence[str] = (), modality: str | None =
             return ShardSource(find_shards(rest))
     remote = [os.fspath(path).removeprefix("wds:") for path in given]
     if any(map(is_remote, remote)):
-        return _open_remote(remote, modality or "image")
-    return _open_files(given, modality)
+        if masks is not None:
+            raise InvalidOption(f"masks={os.fspath(masks)!r} is for images on this machine; copy them first")
+        return _open_remote(remote, modality or "image", reader)
+    return _open_files(given, modality, reader, None if masks is None else Path(masks))
 
 
-def _open_remote(given: Sequence[str], modality: str) -> Source:
+def _open_remote(given: Sequence[str], modality: str, reader: MaskReader) -> Source:
     """Open parquet files, shards, or images of a remote store, by their endings."""
     if not all(map(is_remote, given)):
         raise InvalidOption("some paths are of this machine and others remote; open them one after the other")
@@ -80,7 +94,7 @@ def _open_remote(given: Sequence[str], modality: str) -> Source:
             f"{given[0]} holds files of several kinds ({', '.join(sorted(kinds))}); name those of one kind"
         )
     if kinds <= set(tables):
-        return ParquetSource(files, modality)  # type: ignore[arg-type]
+        return ParquetSource(files, modality, reader)  # type: ignore[arg-type]
     if kinds == {".tar"}:
         return ShardSource(files)  # type: ignore[arg-type]
     return FolderSource(files, None, modality)  # type: ignore[arg-type]
@@ -93,8 +107,10 @@ def are_paths(source: Any) -> bool:
     return isinstance(source, str | os.PathLike)
 
 
-def _open_files(given: Sequence[PathLike], modality: str | None) -> Source:
-    """Open parquet files, shards, or files of one medium, by what the paths are."""
+def _open_files(
+    given: Sequence[PathLike], modality: str | None, reader: MaskReader, masks_folder: Path | None
+) -> Source:
+    """Open label files, parquet files, shards, or files of one medium, by what the paths are."""
     if all(os.fspath(path).endswith(".tar") or any(Path(path).glob("*.tar")) for path in given):
         return ShardSource(distinct(shard for path in given for shard in find_shards(os.fspath(path))))
     paths: list[Path] = []
@@ -102,8 +118,15 @@ def _open_files(given: Sequence[PathLike], modality: str | None) -> Source:
         pattern = has_magic(os.fspath(path)) and not Path(path).exists()
         paths += (matching(os.fspath(path)) if pattern else []) or [Path(path)]
     tables = _find_tables(paths)
+    listed = _read_labels(paths, tables)
+    if masks_folder is not None and (tables or listed is not None):
+        raise InvalidOption(
+            f"masks={str(masks_folder)!r}: {paths[0]} is a table; name masks in a column 'mask' instead"
+        )
+    if listed is not None:
+        return TableSource(paths[0], listed, lambda files: modality or _modality(files), reader)
     if tables:
-        return ParquetSource(tables, modality)
+        return ParquetSource(tables, modality, reader)
     root = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     modality = modality or _modality(paths)
     medium = MEDIA[modality]
@@ -111,12 +134,32 @@ def _open_files(given: Sequence[PathLike], modality: str | None) -> Source:
     for path in map(Path, given):
         if len(given) > 1:
             _check_holds_files(path, medium.extensions, medium.noun)
-    return FolderSource(files, root, modality)
+    return FolderSource(files, root, modality, reader, masks_folder)
+
+
+def _read_labels(paths: Sequence[Path], tables: Sequence[Path]) -> dict[str, list[Any]] | None:
+    """Return the columns of a label file; None if the paths are other files."""
+    is_csv = [path.suffix.lower() in TABLES and not path.is_dir() for path in paths]
+    if any(is_csv):
+        if len(paths) > 1:
+            raise InvalidOption(f"{paths[is_csv.index(True)]} is a label file; open it alone")
+        return read_csv(paths[0])
+    if not tables:
+        return None
+    found = label_table(tables[0])
+    if found is not None and tables != paths[:1]:
+        raise InvalidOption(f"{tables[0]} is a label file; open it alone")
+    return found
 
 
 def _modality(paths: Sequence[Path]) -> str:
-    """Return what files hold, by their endings; raise if named files are of several kinds."""
+    """Return what files hold, by their endings; raise if named files are of several kinds.
+
+    A GIF among clips is a clip, and one alone an image. Of a folder, images come first, then clips, then sounds.
+    """
     named = {modality: path for path in paths if not path.is_dir() and (modality := modality_of(path)) is not None}
+    clear = {modality: path for path in paths if not path.is_dir() and (modality := modality_of(path, sure=True))}
+    named = clear or named
     if len(named) > 1:
         (one, first), (other, second) = list(named.items())[:2]
         raise InvalidOption(
@@ -125,9 +168,11 @@ def _modality(paths: Sequence[Path]) -> str:
     if named:
         return next(iter(named))
     folders = [path for path in paths if path.is_dir()]
-    return next(
-        (one for one, medium in MEDIA.items() if any(has_images(f, medium.extensions) for f in folders)), "image"
-    )
+    for endings in (endings_of, lambda modality: MEDIA[modality].extensions):
+        found = next((one for one in MEDIA if any(has_images(folder, endings(one)) for folder in folders)), None)
+        if found is not None:
+            return found
+    return "image"
 
 
 def _check_holds_files(path: Path, extensions: Collection[str], noun: str) -> None:

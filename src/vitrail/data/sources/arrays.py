@@ -26,7 +26,9 @@ class Arrays(Source):
         values: (N, C, H, W) or (N, C, T, H, W), a tensor or a numpy array: bytes, scaled as images are, or floating
             point numbers, normalized by the statistics of each channel of the training data.
         labels: N class numbers or names, in a sequence or a tensor; for several tasks a mapping of columns to such.
-            None or a negative number: the sample has no label, and is left out of training.
+            None or a negative number: the sample has no label, and is left out of training. Floating point numbers are
+            the values of a regression, lists the classes of multi-label samples; name their column, as in
+            ``{"age": ages}`` with ``labels="age"``.
         classes: names of the classes, by column where labels are; by default the names that occur, sorted, or the
             numbers.
         names: name of each sample.
@@ -53,9 +55,14 @@ class Arrays(Source):
             raise InvalidOption("labels: expected one class for each sample, or a mapping of columns to such")
         if set(named or {}) - set(given):
             raise InvalidOption("classes: expected names by the same columns as labels")
-        self._labels = {
-            str(name): _column(str(name), values, count, (named or {}).get(name)) for name, values in given.items()
-        }
+        self._labels: dict[str, Labels] = {}
+        self._raw: dict[str, list[Any]] = {}
+        for name, column in given.items():
+            listed = _listed(str(name), column, count)
+            if any(isinstance(one, float | list | tuple) for one in listed):
+                self._raw[str(name)] = listed
+            else:
+                self._labels[str(name)] = _column(str(name), listed, (named or {}).get(name))
 
     def __repr__(self) -> str:
         dtype = str(self.tensor_spec.dtype).removeprefix("torch.")
@@ -65,12 +72,22 @@ class Arrays(Source):
 
     def labels(self, column: str | None) -> Labels:
         """Return a label column; None for the only one."""
+        if column in self._raw or (column is None and len(self._raw) == 1 and not self._labels):
+            (name, *_) = self._raw if column is None else (column,)
+            raise InvalidOption(f"{name} holds no classes; name it with labels={name!r} to learn its values")
         if column is None and len(self._labels) <= 1:
             return next(iter(self._labels.values()), Labels([None] * len(self)))
         if column not in self._labels:
             problem = "no label column is chosen" if column is None else f"labels={column!r}: no such column"
             raise InvalidOption(f"{problem}; these arrays have {', '.join(self._labels) or 'none'}")
         return self._labels[column]
+
+    def values(self, column: str) -> Sequence[Any]:
+        if column in self._raw:
+            return self._raw[column]
+        found = self.labels(column)
+        names = found.names
+        return [number if names is None or number is None else names[number] for number in found.numbers]
 
     def read(self, row: int) -> Sample:
         return Sample(self._values[row], self.names[row])
@@ -127,13 +144,18 @@ def _checked(given: Any) -> Tensor:
     return values
 
 
-def _column(column: str, given: Any, count: int, names: Sequence[str] | None) -> Labels:
-    """Number the classes of a label column."""
+def _listed(column: str, given: Any, count: int) -> list[Any]:
+    """Return a label column as a list."""
     if not isinstance(given, Iterable):
         raise InvalidOption(f"labels: {column} is {type(given).__name__}; expected one class for each sample")
     values = given.tolist() if isinstance(given, Tensor | np.ndarray) else list(given)
     if len(values) != count:
         raise InvalidOption(f"labels: {column} has {len(values)}, for {count} samples; expected one class for each")
+    return values
+
+
+def _column(column: str, values: list[Any], names: Sequence[str] | None) -> Labels:
+    """Number the classes of a label column."""
     values = [
         one if isinstance(one, str) else class_number(one, f"{column}, number {row}") for row, one in enumerate(values)
     ]

@@ -58,6 +58,10 @@ class Source:
             raise InvalidOption(f"labels={column!r}: {type(self).__name__} has no label columns")
         return Labels([None] * len(self))
 
+    def values(self, column: str) -> Sequence[Any]:
+        """Return a column's values as they are (numbers, text, lists), None for none; or raise ``InvalidOption``."""
+        raise InvalidOption(f"labels={column!r}: {type(self).__name__} has no columns of values")
+
     def read(self, row: int) -> Sample:
         """Read one sample, or raise ``ImageError``."""
         return self.fetch(row)()

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitrail.data.decode import decode_image, read_image
+from vitrail.data.decode import decode_image, find_images, read_image
+from vitrail.data.masks import FOREGROUND, MaskReader
 from vitrail.data.media import recording, require
 from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Sample
@@ -17,11 +18,22 @@ from vitrail.errors import ImageError, InvalidOption
 class FolderSource(Source):
     """Files. If ``root`` holds two or more class folders and nothing else, their names are the labels.
 
-    ``modality`` says what the files hold. Clips and sounds are decoded when their values are read.
+    ``modality`` says what the files hold. Clips and sounds are decoded when their values are read. ``masks_folder``
+    holds the masks of images: files of the same names, apart from the ending, in the same subfolders.
     """
 
-    def __init__(self, paths: Sequence[Path], root: Path | None = None, modality: str = "image") -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        root: Path | None = None,
+        modality: str = "image",
+        masks: MaskReader = FOREGROUND,
+        masks_folder: Path | None = None,
+    ) -> None:
         self.paths: Sequence[Path] = paths
+        self._reader = masks
+        self._masks = None if masks_folder is None else _find_masks(paths, root, masks_folder)
+        self.has_masks = self._masks is not None
         self.modality = modality
         if modality != "image":
             require(modality)
@@ -44,8 +56,29 @@ class FolderSource(Source):
             content = decode_image(data, path.url) if self.modality == "image" else None
             return Sample(content or recording(self.modality, data, path.url), self.names[row])
         if self.modality == "image":
-            return Sample(read_image(path), self.names[row])
+            image, mask = read_image(path), None
+            if self._masks is not None:
+                file = self._masks.get(path)
+                if file is None:
+                    raise ImageError(f"{path}: there is no mask of this name in the folder of masks")
+                mask = self._reader.read(file.read_bytes(), "mask", image.size, str(path))
+            return Sample(image, self.names[row], None, mask)
         return Sample(recording(self.modality, path), self.names[row])
+
+
+def _find_masks(paths: Sequence[Path], root: Path | None, folder: Path) -> dict[Path, Path]:
+    """Return the mask of each image that has one."""
+    if not folder.is_dir():
+        raise ImageError(f"masks={str(folder)!r}: there is no such folder; expected one with the masks of the images")
+    masks = {file.relative_to(folder).with_suffix("").as_posix(): file for file in find_images(folder)}
+    names = {path: path.stem if root is None else path.relative_to(root).with_suffix("").as_posix() for path in paths}
+    found = {path: masks[name] for path, name in names.items() if name in masks}
+    if not found:
+        raise ImageError(
+            f"masks={str(folder)!r}: none of the {len(paths)} images has a mask there, such as "
+            f"{next(iter(names.values()))}.png; expected files of the same names, in the same subfolders"
+        )
+    return found
 
 
 def _fetched(file: RemoteFile) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -42,6 +42,13 @@ class HubSource(Source):
         found = number_classes(list(self._dataset[column]))
         names = getattr(self._dataset.features[column], "names", None)
         return Labels(found.numbers, tuple(clean(str(name)) for name in names)) if names else found
+
+    def values(self, column: str) -> Sequence[Any]:
+        if column not in self._kinds or self._kinds[column] == "Image":
+            raise InvalidOption(
+                f"labels={column!r}: no such column of labels; the columns are {', '.join(self._kinds)}"
+            )
+        return list(self._dataset[column])
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         stored, name = self._images[row][self._image] or {}, self.names[row]

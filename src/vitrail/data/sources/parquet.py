@@ -6,25 +6,24 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from vitrail.data.decode import EXTENSIONS, decode_image, decode_values
+from vitrail.data.decode import EXTENSIONS, decode_image
+from vitrail.data.masks import FOREGROUND, MaskReader
 from vitrail.data.media import MEDIA, recording, require
 from vitrail.data.remote import RemoteFile
-from vitrail.data.sample import UNKNOWN, Box, Sample
+from vitrail.data.sample import Box, Sample
 from vitrail.data.sources.base import LABEL, MAX_CLASSES, Labels, Source, clean, likely_label, number_classes
+from vitrail.data.sources.table import names_files
 from vitrail.errors import ImageError, InvalidOption
 
 MASKS = ("trimap", "mask", "segmentation_mask", "segmentation", "annotation")
 BOXES = ("box", "boxes")
-TRIMAP = {1: 1, 2: 0, 3: UNKNOWN}
 
 PIECE_ROWS, PIECE_BYTES = 64, 64_000_000
 """Most rows and bytes of a row group that are held in memory."""
@@ -55,8 +54,8 @@ class ParquetSource(Source):
     Paths in a file are never followed: an image's bytes are in the file, or it cannot be read.
     """
 
-    def __init__(self, paths: Sequence[Path], modality: str | None = None) -> None:
-        self._paths = paths
+    def __init__(self, paths: Sequence[Path], modality: str | None = None, masks: MaskReader = FOREGROUND) -> None:
+        self._paths, self._masks = paths, masks
         files = [_open(path) for path in paths]
         self._columns = _find_columns(paths[0], files[0].schema_arrow, modality)
         self.modality = self._columns.modality
@@ -93,6 +92,14 @@ class ParquetSource(Source):
             names = _names_beside(found.numbers, self._read_column(beside))
         return found._replace(names=names)
 
+    def values(self, column: str) -> Sequence[Any]:
+        names = _open(self._paths[0]).schema_arrow.names
+        if column not in names or column in self._columns.read:
+            raise InvalidOption(
+                f"labels={column!r}: {self._paths[0]} has no such column of labels; its columns are {_listed(names)}"
+            )
+        return self._read_column(column)
+
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         number = bisect_right(self._ends, row)
         path, place = self._paths[number], row - (self._ends[number - 1] if number else 0)
@@ -106,7 +113,7 @@ class ParquetSource(Source):
                 f"{where}: the row has no {MEDIA[self.modality].noun}; expected its bytes in column "
                 f"{self._columns.image!r} (a path alone is not followed)"
             )
-        return partial(_decode, values, self._columns, name, where, annotations)
+        return partial(_decode, values, self._columns, self._masks, name, where, annotations)
 
     def _read_names(self, path: Path, file: Any) -> list[str]:
         """Return the file names beside the images' bytes, and row numbers where there are none."""
@@ -125,6 +132,22 @@ class ParquetSource(Source):
             file = _open(path)
             found += _values(_guarded(path, partial(file.read, columns=[column])).column(column))
         return found
+
+
+def label_table(path: Path) -> dict[str, list[Any]] | None:
+    """Return the columns of a parquet file that names files instead of holding them; None for other files."""
+    file = _open(path)
+    schema, types = file.schema_arrow, _arrow().types
+    texts = [field.name for field in schema if _is_text(field.type)]
+    media = any(
+        types.is_binary(field.type) or types.is_large_binary(field.type) or types.is_struct(field.type)
+        for field in schema
+    )
+    if media or not names_files(texts):
+        return None
+    table = _guarded(path, file.read)
+    found = {name: _values(table.column(name)) for name in schema.names}
+    return {name: [None if value != value else value for value in values] for name, values in found.items()}
 
 
 class _Rows:
@@ -180,7 +203,9 @@ def is_parquet(path: Path) -> bool:
         return False
 
 
-def _decode(values: dict[str, Any], columns: Columns, name: str, where: str, annotations: bool) -> Sample:
+def _decode(
+    values: dict[str, Any], columns: Columns, masks: MaskReader, name: str, where: str, annotations: bool
+) -> Sample:
     data = _bytes(values[columns.image]) or b""
     if columns.modality != "image":
         return Sample(recording(columns.modality, data, where), name)
@@ -189,23 +214,10 @@ def _decode(values: dict[str, Any], columns: Columns, name: str, where: str, ann
         return Sample(image, name)
     mask = boxes = None
     if columns.mask is not None and (found := _bytes(values[columns.mask])) is not None:
-        mask = _read_mask(found, columns.mask, image.size, where)
+        mask = replace(masks, trimap=columns.mask == "trimap").read(found, columns.mask, image.size, where)
     if columns.box is not None:
         boxes = _read_boxes(values[columns.box], image.size, where)
     return Sample(image, name, None, mask, boxes)
-
-
-def _read_mask(data: bytes, column: str, size: tuple[int, int], where: str) -> np.ndarray:
-    found = decode_values(data, f"{where}, {column}")
-    if found.shape != (size[1], size[0]):
-        theirs, ours = " × ".join(map(str, found.shape[::-1])), " × ".join(map(str, size))
-        raise ImageError(f"{where}: its {column} has {theirs} pixels, and the image has {ours}")
-    if column != "trimap":
-        return (found > 0).astype(np.uint8)
-    mask = np.full(found.shape, UNKNOWN, dtype=np.uint8)
-    for value, meaning in TRIMAP.items():
-        mask[found == value] = meaning
-    return mask
 
 
 def _read_boxes(value: Any, size: tuple[int, int], where: str) -> tuple[Box, ...] | None:

@@ -51,6 +51,13 @@ class ShardSource(Source):
         if not self.names:
             raise ImageError(f"{self._paths[0]}: no images found in {counted(len(self._paths), 'shard')}")
 
+    def values(self, column: str) -> Sequence[Any]:
+        if column not in self._columns:
+            raise InvalidOption(
+                f"labels={column!r}: the shards have no such column; expected one of {', '.join(sorted(self._columns))}"
+            )
+        return [self._columns[column].get(row) for row in range(len(self))]
+
     def labels(self, column: str | None) -> Labels:
         column = column or next((name for name in LABELS if name in self._columns), None)
         if column is None:
@@ -59,7 +66,10 @@ class ShardSource(Source):
             known = ", ".join(sorted(self._columns)) or "none: there is nothing beside the images"
             raise InvalidOption(f"labels={column!r}: the shards have no such label column; expected one of {known}")
         found = self._columns[column]
-        return number_classes([found.get(row) for row in range(len(self))])
+        values = [found.get(row) for row in range(len(self))]
+        if any(isinstance(value, float | list) for value in values):
+            raise InvalidOption(f"labels={column!r}: its values are no classes; choose kind= regression or multilabel")
+        return number_classes(values)
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         path, size, name = self._paths[self._shards[row]], self._sizes[row], self.names[row]
@@ -161,4 +171,5 @@ def _values(kind: str, data: bytes, name: str) -> dict[str, Any]:
             return {}  # no label
         raise ImageError(f"{name}: cannot be read ({error}); expected text in UTF-8") from error
     plain = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in plain if isinstance(value, int | str) and not isinstance(value, bool)}
+    kept = (int, float, str, list)
+    return {name: value for name, value in plain if isinstance(value, kept) and not isinstance(value, bool)}

@@ -30,17 +30,25 @@ class TorchSource(Source):
         self.names = [f"{name or type(dataset).__name__}, number {row}" for row in range(len(dataset))]
 
     def labels(self, column: str | None) -> Labels:
-        known = column in self._columns
-        if not known and (len(self._columns) > 1 or (column is not None and self._columns)):
-            raise InvalidOption(f"labels={column!r}: expected one of {', '.join(self._columns)}")
-        place = self._columns.index(str(column)) if known else 0
-        values = [one[place] if len(one) > place else None for one in self._all_labels()]
+        values = self._column(column)
         numbers = [class_number(value, name) for value, name in zip(values, self.names, strict=True)]
         names = getattr(self._dataset, "classes", None)
         listed = isinstance(names, Sequence) and not isinstance(names, str) and len(self._columns) < 2
         named: Sequence[Any] = names if listed and names else ()
         several = [name if isinstance(name, tuple | list) and name else (name,) for name in named]
         return Labels(numbers, tuple(clean(str(synonyms[0])) for synonyms in several) or None)
+
+    def values(self, column: str) -> Sequence[Any]:
+        found = self._column(column)
+        return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value for value in found]
+
+    def _column(self, column: str | None) -> list[Any]:
+        """Return the labels of all items, of one column if there are several."""
+        known = column in self._columns
+        if not known and (len(self._columns) > 1 or (column is not None and self._columns)):
+            raise InvalidOption(f"labels={column!r}: expected one of {', '.join(self._columns)}")
+        place = self._columns.index(str(column)) if known else 0
+        return [one[place] if len(one) > place else None for one in self._all_labels()]
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         value, name = self._item(row)[0], self.names[row]

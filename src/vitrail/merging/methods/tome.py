@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
+from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import Protected, front_edges, mask_edges
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
@@ -17,22 +18,30 @@ class ToMe(Method):
 
     Args:
         features: features to compare, one name of ``vitrail.merging.FEATURES`` or several with weights.
+        place: reduce tokens ``"between"`` attention and MLP as in the paper, or ``"before"`` attention, which then
+            runs on merged tokens, too. With keys, these are computed twice; with ``features="tokens"`` they are not.
     """
 
     places_groups = True
     takes_padding = True
 
-    def __init__(self, features: Features = "keys") -> None:
+    def __init__(self, features: Features = "keys", place: Literal["before", "between"] = "between") -> None:
         super().__init__()
         self.features = check_features(features)
+        if place not in ("before", "between"):
+            raise InvalidOption(f"place is 'before' or 'between' (attention and MLP); got {place!r}")
+        self.place = place  # type: ignore[misc]
 
     @property
     def twin(self) -> str | None:
+        if self.place == "before":
+            return None
         return {"keys": "tome", "queries": "features", "values": "features"}.get(str(self.features))
 
     @property
     def options(self) -> dict[str, Any]:
-        return {} if self.features == "keys" else {"features": self.features}
+        given = {"features": self.features, "place": self.place}
+        return {name: value for name, value in given.items() if value not in ("keys", "between")}
 
     def capacity(self, tokens: int, protected: Protected) -> int:
         return front_edges(tokens, protected) if isinstance(protected, int) else int(mask_edges(protected).min())

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image, features
 from torch import Tensor
 
+from vitrail.drawing.colors import VIRIDIS, colors
 from vitrail.report.page.blocks import Ramp, Shape, Svg
 from vitrail.report.page.formatting import number
 from vitrail.report.report import ShownImage
@@ -24,15 +25,6 @@ LARGEST = 320
 
 STEPS = 64
 """Colors of a map: one of 37 × 37 patches takes a third of its size in full color."""
-
-# Viridis (Smith and van der Walt, CC0) at ten places: even in lightness, and safe for color-blind readers.
-VIRIDIS = np.array(
-    [
-        *([68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142]),
-        *([31, 158, 137], [53, 183, 121], [109, 205, 89], [180, 222, 44], [253, 231, 37]),
-    ],
-    dtype=np.float64,
-)
 
 
 def photo_uri(pixels: Tensor) -> str:
@@ -57,13 +49,6 @@ def map_uri(values: Array) -> str:
 def rgb_uri(values: Array) -> str:
     """Return colors (h, w, 3) between 0 and 1 as a data URI, one pixel per patch."""
     return _data_uri(Image.fromarray(np.rint(np.clip(values, 0, 1) * 255).astype(np.uint8)), "PNG", optimize=True)
-
-
-def colors(values: Array) -> npt.NDArray[np.uint8]:
-    """Map numbers between 0 and 1 to red, green and blue (Viridis)."""
-    places = np.clip(np.nan_to_num(np.asarray(values, dtype=np.float64)), 0, 1) * (len(VIRIDIS) - 1)
-    mixed = [np.interp(places, np.arange(len(VIRIDIS)), VIRIDIS[:, channel]) for channel in range(3)]
-    return np.rint(np.stack(mixed, -1)).astype(np.uint8)
 
 
 def _data_uri(image: Image.Image, kind: str, **options: Any) -> str:

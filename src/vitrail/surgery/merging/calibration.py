@@ -74,7 +74,7 @@ def calibrate(
         raise InvalidOption("calibrate needs a budget: pass keep= or gflops=, for example keep=0.5")
     if not is_number(tolerance) or not 0 < tolerance < 1:
         raise InvalidOption(f"tolerance is a relative deviation between 0 and 1; got {tolerance!r}")
-    unmerged = plan.counter(plan.layout.num_special, plan.layout.num_patches)([0] * plan.depth)
+    unmerged = plan.counter(plan.layout.num_special, plan.layout.num_patches, plan.layout.grid)([0] * plan.depth)
     if target.gflops is not None and target.gflops * 1e9 >= unmerged:
         raise InvalidOption(
             f"gflops={target.gflops:g} is no budget: this model costs {unmerged / 1e9:.4g} GFLOPs without merging; "

@@ -25,7 +25,7 @@ from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.merging.foresight import Foresight
-from vitrail.runtime.checks import merged_trunk
+from vitrail.runtime.checks import merged_trunk, refuse_windowed
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.layout import first_class_token, layout_of
 from vitrail.runtime.trace import eagerly
@@ -110,6 +110,7 @@ class FirstPass:
     ) -> FirstPass:
         """Check the options, and return the first pass."""
         found = find(model)
+        refuse_windowed(found, "looking ahead")
         numbers = check_layers(layers, len(found.blocks))
         if by not in ("class_attention", "received_attention"):
             raise InvalidOption(f"by is 'class_attention' or 'received_attention'; got {by!r}")

@@ -21,6 +21,7 @@ from vitrail.runtime.checks import (
     check_changeable,
     embedding,
     merged_trunk,
+    refuse_in_windows,
     refuse_merged,
     refuse_packed,
     refuse_replaced_forward,
@@ -142,10 +143,17 @@ def merge(
         raise InvalidOption(
             f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
+    if mask is not None and found.adapter.windows(found.trunk, layout):
+        raise InvalidOption(
+            "protect= is not supported for this model: tokens merge inside windows, each by the share of the image"
+        )
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
-    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches)))
+    if plan.tiling is not None:
+        refused = {"protect": protect, "restore": restore, "foresight": foresight, "unmerge=False": not unmerge or None}
+        refuse_in_windows(found, chosen, [name for name, value in refused.items() if value is not None])
+    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches, layout.grid)))
     if restorer is not None:
         restorer.check(shape)
         restorer.build(shape)
@@ -264,14 +272,11 @@ class Merging(Handle):
     def tokens_per_layer(self, size: Size | None = None) -> list[int]:
         """Return the number of tokens that leave each block, special tokens included, for a size in pixels.
 
-        With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left.
+        With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left. Where
+        attention runs inside windows, these are the tokens that each block's MLP works on, in all windows.
         """
         layout = self._layout_for(size)
-        lengths, length = [], layout.num_tokens
-        for merges, late in zip(self._planned(layout), self._plan.cost.late, strict=True):
-            length -= 0 if self.method.scope == "block" else merges
-            lengths.append(length + late)
-        return lengths
+        return self._plan.lengths(layout, self._planned(layout))
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
         """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
@@ -279,7 +284,7 @@ class Merging(Handle):
 
     def _flops(self, layout: TokenLayout, merged: bool = True) -> int:
         per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
-        return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
+        return self._plan.counter(layout.num_special, layout.num_patches, layout.grid)(per_layer)
 
     @property
     def visual_tokens(self) -> int:
@@ -528,31 +533,39 @@ class Merging(Handle):
 
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:
-        """Draw each image as stained glass: one pane per kept token, in the mean color of its patches.
+        """Draw each sample as stained glass: one pane per kept token, in the mean color of its patches.
+
+        Clips are drawn as filmstrips, sounds as spectrograms; `vitrail.drawing.draw_groups` also makes films.
 
         Args:
             images: one image or several: PIL images, paths of files, arrays (H, W, 3) or tensors (3, H, W), in bytes
-                or from 0 to 1. The whole image is resized to the model's
-                input size for the model, and drawn at its own resolution.
+                or from 0 to 1. The whole image is resized to the model's input size for the model, and drawn at its
+                own resolution. For models of video or audio: clips or sounds, or paths of their files.
         """
-        from vitrail.data import to_tensor
         from vitrail.data.decode import read_images
-        from vitrail.drawing import stained_glass
+        from vitrail.data.media import MEDIA, read_recordings
+        from vitrail.data.spec import to_tensor
+        from vitrail.drawing import draw_groups
+        from vitrail.drawing.film import Film
 
         refuse_packed(self.found, "drawing")
-        originals = read_images(images)
-        channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
-        if channels != 3:
-            raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
-        batch = to_tensor(originals, self.found.adapter.input_spec(self.found.trunk))
+        spec = self.found.adapter.input_spec(self.found.trunk)
+        if spec.modality != "image" and spec.modality in MEDIA:
+            recordings = read_recordings(spec.modality, images)
+            originals: Sequence[Any] = recordings
+            batch = torch.stack([recording.tensor(spec) for recording in recordings])
+        else:
+            originals = read_images(images)
+            channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
+            if channels != 3:
+                raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
+            batch = to_tensor(originals, spec)
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:
             self.found.trunk(batch.to(weight.device, weight.dtype))
-        grid = trace.layout.grid[1:]
-        groups = trace.groups.cpu()
-        return [
-            stained_glass(image, group.reshape(grid).numpy()) for image, group in zip(originals, groups, strict=True)
-        ]
+        groups = trace.groups.cpu().unflatten(1, trace.layout.grid).numpy()
+        drawn = (draw_groups(*pair, spec) for pair in zip(originals, groups, strict=True))
+        return [next(one for one in drawings.values() if not isinstance(one, Film)) for drawings in drawn]
 
     def remove(self) -> None:
         """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""
@@ -582,7 +595,7 @@ class Merging(Handle):
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )
-        return self._plan.solve(layout.num_patches, layout.grid).per_layer
+        return self._plan.merges_of(self.found, layout)
 
     @property
     def method(self) -> Method:

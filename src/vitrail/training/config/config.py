@@ -12,6 +12,7 @@ from typing import Any
 
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import named
+from vitrail.data.targets import KINDS
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec
@@ -26,6 +27,7 @@ from vitrail.training.config.options import (
     only,
     option,
     options_of,
+    read_value,
     read_yaml,
     sizes,
     suggest,
@@ -66,6 +68,25 @@ def _parse_tasks(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _parse_kind(value: Any) -> Any:
+    if isinstance(value, str) and value not in KINDS:
+        pairs = [part.partition("=") for part in value.split(",")] if "=" in value else []
+        value = {name.strip(): kind.strip() for name, _, kind in pairs} or read_value(value)
+    kinds = value.values() if isinstance(value, Mapping) else [value]
+    if not kinds or any(kind not in KINDS for kind in kinds):
+        raise ValueError
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _parse_mask_classes(value: Any) -> Any:
+    if isinstance(value, str):
+        value = value.strip()
+        value = int(value) if value.isdigit() else [part.strip() for part in value.split(",")]
+    if isinstance(value, bool) or not isinstance(value, int | list | tuple):
+        raise ValueError
+    return value if isinstance(value, int) else tuple(value)
+
+
 def _parse_compile(value: Any) -> Any:
     if isinstance(value, bool):  # as YAML reads on and off
         return "whole" if value else "off"
@@ -102,6 +123,22 @@ class Config:
         resumable=True,
     )
     labels: str | None = _data(text("COLUMN"), "Column with the class labels; none (with recipe=dino) ignores labels.")
+    kind: Any = _data(
+        Kind(
+            "one of classification, regression, multilabel, dense, or a mapping of columns to these",
+            "KIND",
+            _parse_kind,
+        ),
+        "What label columns hold; by default numbers with fractions are values, lists several classes.",
+    )
+    masks: str | None = _data(
+        text("DIR"), "Folder of masks for a folder of images, with files of the same names.", resumable=True
+    )
+    validation_masks: str | None = _data(text("DIR"), "Folder of masks for the held-out data.", resumable=True)
+    mask_classes: Any = _data(
+        Kind("a number of classes, or their names separated by commas", "CLASSES", _parse_mask_classes),
+        "Classes whose numbers are the values of masks; by default foreground and background.",
+    )
     tasks: tuple[str, ...] = _data(
         Kind("column names separated by commas", "COLUMNS", _parse_tasks), "Columns to learn as tasks.", ()
     )

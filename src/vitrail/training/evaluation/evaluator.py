@@ -16,11 +16,13 @@ from vitrail._checks import is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
-from vitrail.data.dataset import open_dataset, plain_name
+from vitrail.data.columns import plain_name
+from vitrail.data.dataset import open_dataset
 from vitrail.data.loading.loader import Keep, make_loader
 from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
+from vitrail.data.targets import MASK_CLASSES, TargetSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
@@ -28,7 +30,7 @@ from vitrail.surgery.merging.trained_methods import load_method, method_file
 from vitrail.surgery.recording import evaluating
 from vitrail.surgery.saving import Settings, read_settings
 from vitrail.surgery.saving.changes import merge_arguments
-from vitrail.training.data import expected_of, prepares, unlabeled_note
+from vitrail.training.data import expected_of, prepares, split_masks, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
 from vitrail.training.evaluation.metrics import make_metrics
 from vitrail.training.evaluation.outputs import forward_output
@@ -46,6 +48,7 @@ def evaluate(
     *,
     labels: Sequence[str] = (),
     class_map: str | Path | Mapping[str, str] | None = None,
+    masks: str | Path | None = None,
     merge: str | Path | Mapping[str, Any] | Settings | None = None,
     size: int | None = None,
     batch: int = 256,
@@ -69,6 +72,7 @@ def evaluate(
             matter.
         labels: columns of labels, among those that the model was trained with; all of them by default.
         class_map: the model's name of each class of the data that has another one, as a dict, or a JSON file of one.
+        masks: for a folder of images and a model of masks, the folder of the masks.
         merge: options of `vitrail.merge`, text such as ``"r=8"``, the JSON of ``vitrail.tune``, or a directory of
             ``merging.save``; ``{"r": 0}`` disables merging. A model trained with a learned method is merged by that
             one, unless ``method`` names another.
@@ -86,17 +90,22 @@ def evaluate(
         loaded = load_classifier(model) if isinstance(model, str | Path) else model
         net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
         options = _with_trained_method(None if chosen is None else merge_arguments(chosen, net), known)
-        columns = tuple(labels)
+        columns, targets = tuple(labels), {} if known is None else known.targets
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
         takes = (known and known.preprocessing) or declared_spec(net)
         modality = takes.modality if takes is not None and takes.modality in DEFAULTS else None
+        classes = rename_classes(_known_classes(known, columns), class_map)
+        dense = [names for name, names in (classes or {}).items() if name in targets and targets[name].kind == "dense"]
         dataset = open_dataset(
             data,
             labels=columns,
-            classes=rename_classes(_known_classes(known, columns), class_map),
+            classes=classes,
             labeled=True,
             modality=modality,
+            kind={name: target.kind for name, target in targets.items() if name in (classes or {})} or None,
+            masks=masks,
+            mask_classes=dense[0] if dense and dense[0] != MASK_CLASSES else None,
         )
         if modality is not None:
             assert takes is not None
@@ -117,10 +126,12 @@ def evaluate(
         notes = [*_notes(known, options), f"input size {size} × {size} pixels" if size else ""]
         notes.append(unlabeled_note("data", dataset))
         several = known.classes if known is not None and len(known.classes) > 1 else None
+        targets = {**dataset.scaled_targets, **targets}
         try:
             found = evaluate_model(
-                net.to(world.device), loader, known=several, prepare=prepares(expects).plain, merge=options,
-                batch=batch, dtype=DTYPES[dtype], look=look, seconds=seconds,
+                net.to(world.device), loader, known=several, targets=targets,
+                prepare=prepares(expects).plain, merge=options, batch=batch,
+                dtype=DTYPES[dtype], look=look, seconds=seconds,
                 progress=lambda done: report("evaluating", done * world.world_size, count),
             )  # fmt: skip
         finally:
@@ -134,6 +145,7 @@ def evaluate_model(
     *,
     classes: Mapping[str, Sequence[str]] | None = None,
     known: Mapping[str, Sequence[str]] | None = None,
+    targets: Mapping[str, TargetSpec] | None = None,
     prepare: Callable[[Tensor], Tensor] | None = None,
     merge: Mapping[str, Any] | None = None,
     batch: int = 256,
@@ -151,6 +163,7 @@ def evaluate_model(
         data: a data loader whose ``sweep`` yields every sample once, or batches of (images, labels).
         classes: class names by column of labels; a data loader has its own.
         known: the same for everything that the model predicts, if the data has labels for only some of it.
+        targets: what columns hold that hold no classes.
         prepare: turns images of a data loader, and integer images, into model inputs; others are taken as prepared.
         merge, batch, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
         dtype: autocast dtype; the model's own by default.
@@ -160,13 +173,14 @@ def evaluate_model(
     if names is None:
         raise InvalidOption("batches of (images, labels) need classes, such as {'label': ['cat', 'dog']}")
     weight = next(model.parameters())
-    metrics = make_metrics(model, names, weight.device, known)
+    metrics = make_metrics(model, names, weight.device, known, targets)
     kept: list[Tensor] = []
     with ExitStack() as stack:
         settings = stack.enter_context(merged_as(model, merge))
         stack.enter_context(evaluating(model))
         with head_outputs(model) as by_token:
-            for images, labels in _batches(data, batch, prepare, weight.device):
+            dense = bool(getattr(getattr(data, "dataset", None), "is_dense", False))
+            for images, labels in _batches(data, batch, prepare, weight.device, dense):
                 images = images if dtype is not None else images.to(weight.dtype)
                 with torch.no_grad(), autocast(weight.device, dtype):
                     output = forward_output(model, images)
@@ -209,7 +223,7 @@ def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dic
 
 
 def _batches(
-    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device
+    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device, dense: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield prepared images and labels (B, T) on the device."""
     if batch < 1:
@@ -223,14 +237,14 @@ def _batches(
             if prepare is None:
                 raise InvalidOption(f"images are {x.dtype}; give prepare, which turns them into model inputs")
             x = prepare(x)
-        yield x, labels.to(device, non_blocking=True).reshape(len(labels), -1)
+        yield split_masks(x, labels.to(device, non_blocking=True).reshape(len(labels), -1), dense=dense)
 
 
 def _known_classes(known: Labels | None, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
     """Return the model's class names by column of the data."""
     if known is None or not known.classes:
         return None
-    if len(columns) == len(known.classes) == 1:
+    if len(columns) == len(known.classes) == 1 and not known.targets:
         return {columns[0]: next(iter(known.classes.values()))}
     if unknown := [name for name in columns if name not in known.classes]:
         raise InvalidOption(

@@ -8,78 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail._distributed import all_gather, rank_and_world_size
 from vitrail.analysis.roles import Disagreement, disagreement
+from vitrail.data.targets import CLASSES, TargetSpec, spans
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
+from vitrail.training.evaluation.tallies import ClassTally, Tally, all_reduce, make_tally
 from vitrail.training.objective.targets import Heads, Target, assign_targets, find_heads
 
-BINS = 15
-"""Confidence bins of the calibration error."""
 NEIGHBORS = 20
-
-
-def all_reduce(values: Tensor, *, maximum: bool = False) -> Tensor:
-    """Sum a tensor over all ranks in place, or take its maximum; do nothing with one rank."""
-    if rank_and_world_size()[1] > 1:
-        dist.all_reduce(values, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
-    return values
-
-
-class Tally:
-    """Accuracy, loss, calibration and confusion of one prediction, as one vector of sums on the device.
-
-    Nothing is copied from the device before a result is read. The vectors of several ranks add up.
-
-    >>> tally = Tally(3)
-    >>> tally.add(torch.tensor([[2.0, 0, 0], [0, 2.0, 0]]), torch.tensor([0, 2]))
-    >>> tally.figures()["accuracy"], tally.figures()["confusion"].tolist()
-    (0.5, [[1, 0, 0], [0, 0, 0], [0, 1, 0]])
-    """
-
-    def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
-        self.classes = classes
-        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # both represent counts exactly
-        self.sums = torch.zeros(4 + 3 * BINS + classes**2, dtype=dtype, device=device)
-        self._correct: list[Tensor] = []
-
-    @torch.no_grad()
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch: logits or log-probabilities (B, C), labels (B,)."""
-        log_p = logits.float().log_softmax(-1).to(self.sums)
-        confidence, predicted = log_p.max(-1)
-        confidence = confidence.exp()
-        self._correct.append(predicted == labels)
-        correct = self._correct[-1].to(self.sums)
-        top5 = log_p.topk(min(5, self.classes), -1).indices
-        in_top5 = (top5 == labels.unsqueeze(-1)).any(-1).to(self.sums)
-        loss = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        self.sums[:4] += torch.stack([torch.ones_like(loss), correct, in_top5, loss]).sum(1)
-        place = (confidence * BINS).ceil().long().clamp(1, BINS) - 1  # bins are open below and closed above
-        bins = self.sums[4 : 4 + 3 * BINS].view(3, BINS)
-        bins.index_add_(1, place, torch.stack([torch.ones_like(loss), confidence, correct]))
-        self.sums[4 + 3 * BINS :].index_add_(0, labels * self.classes + predicted, torch.ones_like(loss))
-
-    @property
-    def count(self) -> int:
-        return round(self.sums[0].item())
-
-    def figures(self) -> dict[str, Any]:
-        """Return top-1 and top-5 accuracy, mean cross-entropy, calibration error and confusion matrix of all samples.
-
-        ``right`` says for each sample whether it was classified correctly (N,), in the order of the data; of this rank.
-        """
-        sums = self.sums.cpu()
-        count, confidence, correct = sums[4 : 4 + 3 * BINS].view(3, BINS).double()
-        return {
-            **{name: (sums[i] / sums[0]).item() for i, name in enumerate(("accuracy", "top5", "loss"), 1)},
-            "calibration": ((confidence - correct).abs().sum() / count.sum()).item(),
-            "confusion": sums[4 + 3 * BINS :].view(self.classes, self.classes).round().long(),
-            "right": torch.cat(self._correct).cpu() if self._correct else torch.zeros(0, dtype=torch.bool),
-        }
 
 
 def make_metrics(
@@ -87,17 +26,22 @@ def make_metrics(
     classes: Mapping[str, Sequence[str]],
     device: torch.device,
     known: Mapping[str, Sequence[str]] | None = None,
+    targets: Mapping[str, TargetSpec] | None = None,
 ) -> Metrics:
     """Return metrics of a model's heads, or of its nearest neighbors if it has none.
 
-    ``known`` holds the classes of everything that the model predicts, if the labels cover only some of it.
+    ``known`` holds the classes of everything that the model predicts, if the labels cover only some of it; ``targets``
+    what columns hold that hold no classes.
     """
-    heads = find_heads(model)
-    if not heads.fused and not heads.tasks:
+    heads, specs = find_heads(model), targets or {}
+    dense = any(spec.kind == "dense" for spec in specs.values())
+    if not heads.fused and not heads.tasks and not dense:
+        if other := [name for name in classes if specs.get(name, CLASSES) != CLASSES]:
+            raise UnsupportedInput(f"the model has no head for {other[0]!r}, and its neighbors vote on classes only")
         several = len(classes) > 1
         return NeighborMetrics({f"task.{name}" if several else "neighbours": classes[name] for name in classes}, device)
-    targets = assign_targets(model, known or classes)
-    return HeadMetrics(heads, targets, list(classes), device)
+    assigned = assign_targets(model, known or classes, specs)
+    return HeadMetrics(heads, assigned, classes, specs, device)
 
 
 class Metrics(ABC):
@@ -106,12 +50,14 @@ class Metrics(ABC):
     ``seen`` counts the samples of this rank; ``notes`` say what could not be measured.
     """
 
-    def __init__(self, classes: Mapping[str, Sequence[str]], device: torch.device) -> None:
+    def __init__(
+        self, classes: Mapping[str, Sequence[str]], tallies: Mapping[str, Tally], device: torch.device
+    ) -> None:
         self.notes: list[str] = []
         self.seen = 0
         self._device = device
         self._classes = {name: tuple(names) for name, names in classes.items()}
-        self._tallies = {name: Tally(len(names), device) for name, names in classes.items()}
+        self._tallies = dict(tallies)
 
     @abstractmethod
     def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
@@ -120,7 +66,7 @@ class Metrics(ABC):
     def reduce(self) -> None:
         """Add up over ranks; every rank must call it."""
         for tally in self._tallies.values():
-            all_reduce(tally.sums)
+            tally.reduce()
         if not self._tallies[next(iter(self._classes))].count:
             raise UnsupportedInput("there are no samples to evaluate")
 
@@ -128,37 +74,58 @@ class Metrics(ABC):
         """Return fields of `Evaluation`."""
         found = {name: tally.figures() for name, tally in self._tallies.items() if tally.count}
         main = {name: found[name] for name in self._classes}
+
+        def picked(kinds: Sequence[str], given: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+            return {kind: {name: one[kind] for name, one in given.items() if kind in one} for kind in kinds}
+
         return {
             "count": self._tallies[next(iter(main))].count,
             "loss": sum(figures["loss"] for figures in main.values()) / len(main),
             "classes": self._classes,
-            **{kind: {name: one[kind] for name, one in found.items()} for kind in ("accuracy", "right")},
-            **{kind: {name: one[kind] for name, one in main.items()} for kind in ("top5", "calibration", "confusion")},
+            "accuracy": {  # of a head that predicts several classes at once it says little
+                name: one["accuracy"]
+                for name, one in found.items()
+                if "top5" in one or (name in main and "accuracy" in one)
+            },
+            **picked(("right", "rmse", "mae"), found),
+            **picked(("top5", "calibration", "confusion", "r2", "mean_ap", "ap", "miou", "iou"), main),
         }
 
 
 class HeadMetrics(Metrics):
     """Metrics of every head and of the fused prediction, for the columns that the data has labels for."""
 
-    def __init__(self, heads: Heads, targets: Sequence[Target], columns: list[str], device: torch.device) -> None:
-        self._targets = [replace(one, column=columns.index(one.name)) for one in targets if one.name in columns]
-        super().__init__({target.label: target.classes for target in self._targets}, device)
+    def __init__(
+        self,
+        heads: Heads,
+        targets: Sequence[Target],
+        columns: Mapping[str, Sequence[str]],
+        specs: Mapping[str, TargetSpec],
+        device: torch.device,
+    ) -> None:
+        places = spans(columns, specs)
+        self._targets = [
+            replace(one, where=slice(places[one.name].start, None) if one.kind == "dense" else places[one.name])
+            for one in targets
+            if one.name in columns
+        ]
+        tallies = {target.label: make_tally(target, device) for target in self._targets}
+        super().__init__({target.label: target.classes for target in self._targets}, tallies, device)
         self._fused = heads.fused
-        self._single = sum(target.own for target in targets) == 1
+        own = [target for target in targets if target.own]
+        self._single = len(own) == 1 and own[0].kind == "classification"
         self._heads: tuple[str, ...] = ()
         self._differ: Tensor | None = None
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         for target in self._targets:
             for head in self._fused if target.own else ():
-                self._tallies[self._name(target, head)] = Tally(len(target.classes), device)
+                self._tallies[self._name(target, head)] = make_tally(target, device)
 
     def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
         for target in self._targets:
-            truth = labels[:, target.column]
-            logits = output.logits if target.own else output.by_role[target.name]
-            assert logits is not None
-            logits = target.read(logits)
-            self._nonfinite += (~logits.isfinite().all(-1)).sum()
+            truth = target.truth(labels)
+            logits = target.prediction(output)
+            self._nonfinite += (~logits.flatten(1).isfinite().all(-1)).sum()
             self._tallies[target.label].add(logits, truth)
             for head in self._fused if target.own else ():
                 if head in output.by_role:
@@ -207,7 +174,9 @@ class NeighborMetrics(Metrics):
     """
 
     def __init__(self, classes: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        super().__init__(classes, device)
+        tallies = {name: ClassTally(len(names), device) for name, names in classes.items()}
+        super().__init__(classes, tallies, device)
+        self._voted = tallies
         self._batches: list[tuple[Tensor, Tensor]] = []
 
     def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
@@ -229,7 +198,7 @@ class NeighborMetrics(Metrics):
         before = sum(len(labels) for part in every[:rank] for _, labels in part)
         for features, labels in self._batches:
             own = torch.arange(before, before + len(labels), device=self._device)
-            for column, tally in enumerate(self._tallies.values()):
+            for column, tally in enumerate(self._voted.values()):
                 votes = neighbor_logits(memory, known[:, column], features, tally.classes, own=own)
                 tally.add(votes, labels[:, column])
             before += len(labels)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.data.sample import UNKNOWN
 from vitrail.errors import UnsupportedInput
 
 
@@ -21,10 +24,66 @@ def cross_entropy(
     True
     """
     logits = _float(logits)
-    loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+    def each(labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+    return _mixed(each, labels, partner, share)
+
+
+def squared_error(
+    outputs: Tensor, values: Tensor, smoothing: float = 0.0, partner: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:
+    """Return the squared error of outputs (B, 1) of a regression, averaged over samples; mixed images as above.
+
+    >>> squared_error(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]])).item()
+    5.0
+    """
+    outputs = _float(outputs)
+    _check_shape("values", values, outputs)
+    return _mixed(lambda values: (outputs - values).square().mean(1), values, partner, share)
+
+
+def binary_cross_entropy(
+    logits: Tensor, labels: Tensor, smoothing: float = 0.0, partner: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:
+    """Return the binary cross-entropy of multi-label logits (B, K), averaged over classes and samples.
+
+    >>> binary_cross_entropy(torch.zeros(2, 3), torch.ones(2, 3)).item() == torch.tensor(2.0).log().item()
+    True
+    """
+    logits = _float(logits)
+    _check_shape("labels", labels, logits)
+
+    def each(labels: Tensor) -> Tensor:
+        smooth = labels * (1 - smoothing) + smoothing / 2
+        return F.binary_cross_entropy_with_logits(logits, smooth.to(logits), reduction="none").mean(1)
+
+    return _mixed(each, labels, partner, share)
+
+
+def pixel_cross_entropy(
+    logits: Tensor, masks: Tensor, smoothing: float = 0.0, partner: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:
+    """Return the cross-entropy of a map of logits (B, K, H, W) with masks (B, H, W), averaged over known pixels.
+
+    Pixels of value 255 are unknown. Images are not mixed.
+
+    >>> masks = torch.tensor([[[0, 255]], [[1, 1]]])
+    >>> pixel_cross_entropy(torch.zeros(2, 2, 1, 2), masks).item() == torch.tensor(2.0).log().item()
+    True
+    """
+    _check_shape("masks", masks, logits[:, 0])
+    known = masks != UNKNOWN
+    loss = F.cross_entropy(_float(logits), masks, reduction="none", ignore_index=UNKNOWN, label_smoothing=smoothing)
+    return _masked_mean(loss, known)
+
+
+def _mixed(each: Callable[[Tensor], Tensor], labels: Tensor, partner: Tensor | None, share: Tensor | None) -> Tensor:
+    """Return the mean of a loss per sample; in mixed images the partner's labels have the rest of the weight."""
+    loss = each(labels)
     if partner is not None and share is not None:
-        other = F.cross_entropy(logits, labels[partner], reduction="none", label_smoothing=smoothing)
-        loss = share * loss + (1 - share) * other
+        loss = share * loss + (1 - share) * each(labels[partner])
     return loss.mean()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Literal, NamedTuple
 
@@ -10,14 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.data.targets import Kind, TargetSpec
 from vitrail.errors import InvalidOption
 from vitrail.heads import Output
 from vitrail.heads.pooling import linear
 from vitrail.training.config.config import DISTILLATION_WEIGHTS, Config
 from vitrail.training.evaluation.outputs import feature_width
-from vitrail.training.objective.losses import cross_entropy, feature_distillation, soft_distillation
-from vitrail.training.objective.targets import assign_targets, check_outputs, find_heads, required_outputs
+from vitrail.training.objective.losses import (
+    binary_cross_entropy,
+    cross_entropy,
+    feature_distillation,
+    pixel_cross_entropy,
+    soft_distillation,
+    squared_error,
+)
+from vitrail.training.objective.targets import Target, assign_targets, check_outputs, find_heads, required_outputs
 from vitrail.training.objective.teacher import Teacher, TeacherOutput
+
+LOSSES: dict[Kind, Callable[..., Tensor]] = {
+    "classification": cross_entropy,
+    "regression": squared_error,
+    "multilabel": binary_cross_entropy,
+    "dense": pixel_cross_entropy,
+}
+"""Loss of a column by what it holds."""
 
 Distillation = Literal["hard", "soft", "features"]
 Mixed = tuple[Tensor, Tensor]
@@ -35,11 +51,22 @@ class Terms(NamedTuple):
     parts: dict[str, Tensor]
 
 
+def check_distillation(targets: Sequence[Target], distillation: str | None) -> None:
+    """Raise if a teacher's classes cannot be learned, as columns hold none."""
+    other = [target.name for target in targets if target.own and target.kind != "classification"]
+    if distillation in ("hard", "soft") and other:
+        raise InvalidOption(
+            f"distillation={distillation!r} learns classes from a teacher, and {other[0]!r} holds none; use "
+            "distillation='features'"
+        )
+
+
 class Objective(nn.Module):
     """The losses of a model with any heads.
 
-    - Class heads (or pooled patches) and task heads learn from labels by cross-entropy; mixed images have both labels.
-      The losses of several class heads are averaged.
+    - Class heads (or pooled patches) and task heads learn from labels: classes by cross-entropy, several classes at
+      once by binary cross-entropy, values, standardized, by the squared error, and masks by the cross-entropy of
+      pixels; mixed images have both labels. The losses of several class heads are averaged.
     - The distillation head learns from the teacher, without label smoothing: its most likely class (``hard``) or its
       probabilities at a temperature (``soft``). Without that head, the class heads learn from the teacher too; without
       a teacher, that head learns from labels.
@@ -56,7 +83,12 @@ class Objective(nn.Module):
 
     @classmethod
     def of(
-        cls, config: Config, model: nn.Module, classes: Mapping[str, Sequence[str]], teacher: Teacher | None
+        cls,
+        config: Config,
+        model: nn.Module,
+        classes: Mapping[str, Sequence[str]],
+        teacher: Teacher | None,
+        targets: Mapping[str, TargetSpec] | None = None,
     ) -> Objective:
         """Return the objective of a training configuration."""
         return cls(
@@ -69,6 +101,7 @@ class Objective(nn.Module):
             temperature=config.temperature or 3.0,
             feature_weight=config.feature_weight,
             weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
+            targets=targets,
         )
 
     def __init__(
@@ -83,10 +116,11 @@ class Objective(nn.Module):
         temperature: float = 3.0,
         feature_weight: float = 0.0,
         weights: Mapping[str, float] | Literal["uncertainty"] | None = None,
+        targets: Mapping[str, TargetSpec] | None = None,
     ) -> None:
         super().__init__()
         self.heads = find_heads(model)
-        self.targets = assign_targets(model, classes)
+        self.targets = assign_targets(model, classes, targets)
         names = [target.name for target in self.targets]
         self.distillation, self.smoothing, self.temperature = distillation, smoothing, temperature
         if self.heads.distilled is not None and distillation == "features":
@@ -96,6 +130,7 @@ class Objective(nn.Module):
             )
         if distillation in ("hard", "soft") and not self.heads.fused:
             raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
+        check_distillation(self.targets, distillation)
         self.share = DISTILLATION_WEIGHTS[distillation] if share is None and distillation else share or 0.0
         self.feature_weight = self.share if distillation == "features" else feature_weight
         self.wants_features = self.feature_weight > 0
@@ -130,13 +165,15 @@ class Objective(nn.Module):
         parts: dict[str, Tensor] = {}
         each = []
         for target in self.targets:
-            heads, truth = target.heads, labels[:, target.column]
+            heads, truth, loss = target.heads, target.truth(labels), LOSSES[target.kind]
+            predictions = target.predictions(output)
             if target.own and self.heads.distilled is not None and self.distillation is None:
                 heads += (self.heads.distilled,)  # without a teacher it learns the labels
-            predictions = (target.read(output.by_role[head]) for head in heads)
-            losses = [cross_entropy(logits, truth, self.smoothing, partner, share) for logits in predictions]
+                predictions.append(target.read(output.by_role[self.heads.distilled]))
+            losses = [loss(logits, truth, self.smoothing, partner, share) for logits in predictions]
             each.append(torch.stack(losses).mean())
-            parts.update({target.label: each[-1]} if target.task else zip(heads, losses, strict=True))
+            whole = target.task or not heads
+            parts.update({target.label: each[-1]} if whole else zip(heads, losses, strict=True))
         losses_T = torch.stack(each)
         if self.log_variance is None:
             total = (losses_T * self._weights).sum()

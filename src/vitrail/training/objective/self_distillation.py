@@ -24,7 +24,7 @@ from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads.pooling import linear
 from vitrail.models import ViT
 from vitrail.tokens import Role
-from vitrail.training.evaluation.metrics import all_reduce
+from vitrail.training.evaluation.tallies import all_reduce
 from vitrail.training.objective.losses import masked_cross_entropy, reconstruction
 from vitrail.training.objective.objective import Terms
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, known_block
+from vitrail.adapters.base import BlockAdapter, TrunkAdapter, known_block
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.data.spec import MEAN, STD, InputSpec
-from vitrail.errors import ModelLoadError, UnsupportedModel
+from vitrail.errors import UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
 _BLOCK = NamedBlock(
@@ -29,7 +29,7 @@ _BLOCK = NamedBlock(
         dense=MlpNames(("MLPBlock",), fc1="mlp.0", act="mlp.1", fc2="mlp.3", drops=("mlp.2", "mlp.4")),
     )
 )
-_MODULE = "torchvision.models.vision_transformer"
+MODULE = "torchvision.models.vision_transformer"
 
 
 class TorchvisionTrunk(TrunkAdapter):
@@ -41,7 +41,7 @@ class TorchvisionTrunk(TrunkAdapter):
         return list(trunk.encoder.layers)
 
     def block_adapter(self, block: Any) -> BlockAdapter:
-        adapter = known_block(block, {f"{_MODULE}.EncoderBlock": _BLOCK})
+        adapter = known_block(block, {f"{MODULE}.EncoderBlock": _BLOCK})
         attention = block.self_attention
         if type(attention) is not nn.MultiheadAttention or attention.in_proj_weight is None:
             raise UnsupportedModel(
@@ -68,47 +68,3 @@ class TorchvisionTrunk(TrunkAdapter):
 
     def num_classes(self, model: nn.Module, trunk: Any) -> int:
         return trunk.num_classes
-
-
-class Torchvision(Library):
-    """Models of torchvision, by the names that ``torchvision.models.get_model`` takes."""
-
-    prefix = package = "torchvision"
-    heads = {"head": "class"}  # noqa: RUF012
-
-    def trunks(self) -> Mapping[str, TrunkAdapter]:
-        return {f"{_MODULE}.VisionTransformer": TorchvisionTrunk()}
-
-    def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-        """Load a model with its default weights, or with random ones."""
-        models = self.imported(name, "torchvision.models")
-        if name not in models.list_models():
-            expected = ", ".join(models.list_models(include="vit*"))
-            raise ModelLoadError(f"torchvision has no model named {name!r}; expected {expected}")
-        try:
-            return models.get_model(name, weights="DEFAULT" if pretrained else None, **options).eval()
-        except Exception as error:
-            hint = "Check the network, or use random weights (pretrained=False)." if pretrained else ""
-            raise self.failed(name, error, hint) from error
-
-    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
-        options = dict(request.options)
-        if request.image_size is not None:
-            options["image_size"] = request.image_size
-        model: Any = self.load(name, bool(request.pretrained), **options)
-        head = model.heads.head
-        model.heads.head = nn.Linear(head.in_features, len(request.outputs))
-        model.num_classes = len(request.outputs)
-        return model, {"architecture": f"torchvision:{name}", "options": {**options, "num_classes": model.num_classes}}
-
-    def reset_heads(self, model: Any) -> None:
-        model.heads.head.reset_parameters()
-
-    def looks_like(self, name: str) -> bool:
-        return name.startswith("vit_")
-
-    def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
-        return {"image_size": size[0]}
-
-
-LIBRARY = Torchvision()

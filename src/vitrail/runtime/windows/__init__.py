@@ -1,0 +1,1 @@
+"""Merging inside windows: numbers of tiles (`tiling`), blocks that merge (`block`), attention rows (`attention`)."""

@@ -1,0 +1,44 @@
+"""The files of the page, and its sample images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vitrail.data import samples
+from vitrail.data.sample_images import drawings
+
+FOLDER = Path(__file__).parent / "page"
+"""HTML, CSS and JavaScript, written by hand; ``vendor`` has ONNX Runtime Web for static pages."""
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+}
+"""Content types by ending."""
+
+
+def page_files() -> dict[str, bytes]:
+    """Return the files that the server serves, by name."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    files["backend.json"] = b'{"backend": "server"}'
+    return files | sample_files()
+
+
+def sample_files() -> dict[str, bytes]:
+    """Return the sample images by name."""
+    return {f"samples/{path.name}": path.read_bytes() for path in _samples().values()}
+
+
+def sample_list() -> list[dict[str, Any]]:
+    """Return the names of the sample images, and their files."""
+    return [{"name": name, "file": f"samples/{path.name}"} for name, path in _samples().items()]
+
+
+def _samples() -> dict[str, Path]:
+    return {**drawings(), **samples()}

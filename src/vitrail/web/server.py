@@ -1,0 +1,207 @@
+"""The page of `vitrail web` as a FastAPI application: it serves its own files, and what views show of uploaded images.
+
+Only this file imports FastAPI, which must find the types of its handlers at the top of a module.
+
+Nothing is written. An image is known by the hash of its bytes and kept only while the cache has room; the page uploads
+it again when it is gone. Requests of other sites are refused: a page open in the same browser can reach localhost, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from PIL import Image
+
+from vitrail._checks import is_int
+from vitrail.data.decode import decode_image
+from vitrail.errors import ImageError, InvalidOption, VitrailError
+from vitrail.web.cache import Cache
+from vitrail.web.files import TYPES, page_files, sample_list
+from vitrail.web.model_views import ModelViews, Setting
+
+MAX_UPLOAD = 20 * 2**20
+"""Bytes of an upload; more are refused before they are read."""
+
+MAX_REQUEST = 10_000
+"""Bytes of any other request."""
+
+PREVIEW = 1024
+"""Longest side of the image that the page draws, in pixels."""
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] = LOCAL) -> FastAPI:
+    """Return the application for some models, the first of which the page starts with.
+
+    Args:
+        models: the models; all keep their tensors in ``cache``.
+        cache: holds decoded images as well.
+        hosts: names by which this server may be called; requests to others are refused, since a foreign name that
+            resolves to this machine would pass for the same site.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    by_name, files = {one.name: one for one in models}, page_files()
+    decoding = threading.Lock()  # one image at a time: a large one takes hundreds of megabytes while it is decoded
+    about: dict[str, Any] = {}
+
+    @app.middleware("http")
+    async def guard(request: Request, follow: Callable[[Request], Awaitable[Response]]) -> Response:
+        origin = request.headers.get("origin")
+        host = request.headers.get("host", "")
+        if urlsplit(f"//{host}").netloc.rpartition("@")[2].rsplit(":", 1)[0] not in hosts and host not in hosts:
+            response: Response = JSONResponse({"error": "this server answers only under its own name"}, 403)
+        elif origin is not None and urlsplit(origin).netloc != host:
+            response = JSONResponse({"error": "requests of other sites are refused"}, 403)
+        else:
+            response = await follow(request)
+        response.headers.update(HEADERS)
+        return response
+
+    @app.exception_handler(VitrailError)
+    def explain(_: Request, error: VitrailError) -> Response:
+        return JSONResponse({"error": str(error), "kind": type(error).__name__}, 400)
+
+    async def body(request: Request, limit: int) -> bytes:
+        read = bytearray()
+        async for part in request.stream():
+            read += part
+            if len(read) > limit:
+                raise ImageError(f"the upload has more than {limit // 2**20} MiB; scale the image down")
+        return bytes(read)
+
+    def model_of(name: Any) -> ModelViews:
+        if name not in by_name:
+            raise InvalidOption(f"this server has {', '.join(by_name)}; got {str(name)[:100]!r}")
+        return by_name[name]
+
+    @app.get("/api/models", response_model=None)
+    def list_models() -> dict[str, Any]:
+        return {"models": list(by_name), "samples": sample_list(), "upload_bytes": MAX_UPLOAD}
+
+    @app.post("/api/model")
+    async def describe(request: Request) -> dict[str, Any]:
+        views = model_of((await _json(request))["model"])
+
+        def compute() -> dict[str, Any]:
+            if views.name not in about:
+                about[views.name] = views.info()
+            return about[views.name]
+
+        found: dict[str, Any] = await run_in_threadpool(compute)
+        return found
+
+    @app.post("/api/image")
+    async def upload(request: Request) -> dict[str, Any]:
+        data = await body(request, MAX_UPLOAD)
+
+        def decode() -> dict[str, Any]:
+            key = hashlib.sha256(data).hexdigest()
+            kept = cache.find(("image", key))
+            if kept is None:
+                with decoding:
+                    image = decode_image(data, "the upload")
+                    kept = _keep(image, models)
+                cache.put(("image", key), kept)
+            return {"image": key, "width": kept["width"], "height": kept["height"]}
+
+        return await run_in_threadpool(decode)
+
+    @app.get("/api/preview/{key}")
+    def preview(key: str) -> Response:
+        return Response(_find(cache, key)["preview"], media_type="image/jpeg")
+
+    @app.post("/api/view/{view}")
+    async def show(view: str, request: Request) -> Response:
+        given = await _json(request)
+        views = model_of(given.get("model"))
+        batch = _find(cache, given.get("image"))["batches"][views.name]
+        arguments = _arguments(view, given, views)
+        compute = getattr(views, view)
+        return JSONResponse(await run_in_threadpool(lambda: compute(str(given["image"]), batch, **arguments)))
+
+    @app.get("/")
+    def start() -> Response:
+        return Response(files["index.html"], media_type=TYPES[".html"])
+
+    @app.get("/{name:path}")
+    def file(name: str) -> Response:
+        if name not in files:  # names are compared, never opened
+            return JSONResponse({"error": "there is no such file"}, 404)
+        return Response(files[name], media_type=TYPES[name[name.rfind(".") :]])
+
+    async def _json(request: Request) -> dict[str, Any]:
+        try:
+            given = json.loads(await body(request, MAX_REQUEST))
+        except (ValueError, ImageError, RecursionError):
+            given = None
+        if not isinstance(given, dict) or not isinstance(given.get("model"), str):
+            raise InvalidOption("expected a JSON object with the name of a model")
+        return given
+
+    return app
+
+
+def _keep(image: Image.Image, models: Sequence[ModelViews]) -> dict[str, Any]:
+    """Return what is kept of an image: a small JPEG to draw, and an input for each model."""
+    small, data = image.copy(), io.BytesIO()
+    small.thumbnail((PREVIEW, PREVIEW), Image.Resampling.LANCZOS)
+    small.save(data, "JPEG", quality=92)
+    batches = {one.name: one.batch(image) for one in models}
+    return {"width": image.width, "height": image.height, "preview": data.getvalue(), "batches": batches}
+
+
+def _find(cache: Cache, key: Any) -> Mapping[str, Any]:
+    kept = cache.find(("image", key)) if isinstance(key, str) else None
+    if kept is None:
+        raise ImageError("gone: this image is no longer kept; upload it again")
+    found: Mapping[str, Any] = kept
+    return found
+
+
+VIEWS: dict[str, Sequence[str]] = {
+    "result": ("setting",),
+    "attention": ("setting", "layer", "query"),
+    "tokens": ("setting", "layer"),
+    "similar": ("setting", "layer", "query"),
+    "step": ("setting", "layer"),
+    "registers": ("layer",),
+}
+"""What each view needs besides the model and the image."""
+
+
+def _arguments(view: str, given: Mapping[str, Any], views: ModelViews) -> dict[str, Any]:
+    """Return the checked arguments of a view."""
+    if view not in VIEWS:
+        raise InvalidOption(f"views are {', '.join(VIEWS)}; got {view[:100]!r}")
+    limits = {"layer": len(views.found.blocks), "query": views.layout.num_tokens}
+    arguments: dict[str, Any] = {}
+    for name in VIEWS[view]:
+        value = given.get(name)
+        if name == "setting":
+            arguments[name] = Setting.parse(value)
+        elif is_int(value, 0) and value < limits[name]:
+            arguments[name] = value
+        else:
+            raise InvalidOption(f"{name} is a whole number from 0 to {limits[name] - 1}; got {str(value)[:100]!r}")
+    return arguments

@@ -533,7 +533,7 @@ def test_an_unlabeled_folder_and_a_file_of_text_are_named_as_such(tmp_path: Path
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     with pytest.raises(ImageError, match="is an unlabeled folder"):
         open_dataset(tmp_path, labeled=True)
-    (tmp_path / "labels.csv").write_text("a.png,cat\n")
+    (tmp_path / "labels.json").write_text("{}")
     with pytest.raises(ImageError, match="is a file of text"):
-        open_dataset(tmp_path / "labels.csv")
+        open_dataset(tmp_path / "labels.json")
     assert len(open_dataset(tmp_path)) == 1  # in a folder it is left out

@@ -50,7 +50,7 @@ def survey(
 
         def loader(name: str) -> Callable[[], nn.Module]:
             settings = {"random": random_weights, "size": size, "device": device, "seed": seed}
-            return lambda: load(name, "inspect", **settings).model  # type: ignore[arg-type]
+            return lambda: load(name, "inspect", **settings).model
 
         wanted = [checkpoint for name in models for checkpoint in checkpoints(name)]
         if random_weights:

@@ -501,6 +501,8 @@ def open_dataset(
         columns = (MASK,)
     kinds = read_kinds(kind, columns or tuple(classes or ()))
     names = _mask_names(mask_classes)
+    is_folder = isinstance(source, str | os.PathLike) and Path(source).is_dir()
+    where = f"{source} is an unlabeled folder: " if is_folder else ""
     if not isinstance(source, Dataset):
         opened = open_source(source, columns or (), modality, masks, None if mask_classes is None else len(names))
         source = Dataset(opened)
@@ -508,8 +510,6 @@ def open_dataset(
     if columns is None:
         dataset = dataset._with(labels=dataset.labels[:, :0], classes={}, targets={})
     else:
-        is_folder = isinstance(source, str | os.PathLike) and Path(source).is_dir()
-        where = f"{source} is an unlabeled folder: " if is_folder else ""
         dataset = _labeled(dataset, columns, dict(classes or {}), labeled, kinds, names, where)
     if limit is not None and limit < len(dataset):
         dataset = dataset.select(number * len(dataset) // limit for number in range(limit))

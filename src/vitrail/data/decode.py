@@ -118,7 +118,7 @@ def check_image(path: str | os.PathLike[str]) -> int:
     return frames
 
 
-TEXT = {".csv", ".tsv", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".xml", ".html", ".md"}
+TEXT = {".txt", ".json", ".jsonl", ".yaml", ".yml", ".xml", ".html", ".md"}
 """Endings of files that are named by mistake instead of images; their content is not looked at."""
 
 

@@ -160,8 +160,8 @@ class TokenLayout:
             elif token == "all":
                 found += range(self.num_tokens)
             else:
-                known = ", ".join((*_ROLES, "all"))
-                raise InvalidOption(f"tokens are {known}, or positions below {self.num_tokens}; got {token!r}")
+                known = f"roles ({', '.join(_ROLES)}), 'all', or positions below {self.num_tokens}"
+                raise InvalidOption(f"tokens are {known}; got {token!r}")
         if not found:
             wanted = "special tokens" if tokens is None else repr(tokens)
             raise InvalidOption(f"no such token: the model has {self.describe()}, but not {wanted}")

@@ -76,8 +76,8 @@ def ablate(
     layout = layout_of(found)
     if tokens == OUTLIERS:
         _check_outliers(how, threshold, give_back, chosen, len(found.blocks))
-        moments = {} if how == "zero" else _moments(model, _needed(data, how), threshold, chosen, batch_size)
-        return Ablation(model, found, how, [], chosen, moments, seed, threshold, give_back)
+        of_outliers = {} if how == "zero" else _moments(model, _needed(data, how), threshold, chosen, batch_size)
+        return Ablation(model, found, how, [], chosen, of_outliers, seed, threshold, give_back)
     if threshold is not None or give_back is not None:
         raise InvalidOption(f"threshold and give_back are for tokens={OUTLIERS!r}; got tokens={tokens!r}")
     places = layout.find(tokens) if tokens is not None else ()

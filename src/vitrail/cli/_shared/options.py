@@ -79,7 +79,7 @@ def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list
     >>> with_present_names(["model", "--size=384", "--", "--size"], {"--image-size"})
     ['model', '--image-size=384', '--', '--size']
     """
-    renamed = []
+    renamed: list[str] = []
     for place, argument in enumerate(arguments):
         if argument == "--":
             return [*renamed, *arguments[place:]]

@@ -32,7 +32,7 @@ PUBLIC = {
         "Arrays Batch Clip Dataset FrameSampling InputSpec MAX_PIXELS Sample Sound Source Spectrogram as_rgb "
         "check_image find_images open_dataset read_image samples to_tensor"
     ),
-    "vitrail.embedding": "Column Embedder Embeddings Predictor Progress embed predict read_embeddings",
+    "vitrail.embedding": "Column Embedder Embeddings Predictor Progress embed predict read_embeddings survey_norms",
     "vitrail.drawing": "contact_sheet draw_groups stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",
     "vitrail.heads": "AttentionPool DecoderHead DenseHead Heads Output",

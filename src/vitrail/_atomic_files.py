@@ -22,7 +22,7 @@ def temporary_files(*paths: Path) -> Iterator[list[Path]]:
     On failure the targets are unchanged and the temporary files are deleted. An ``OSError`` names the target, not the
     temporary file.
     """
-    temporary = [path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in paths]
+    temporary = [path.with_name(f".{_beginning(path.name)}.{secrets.token_hex(4)}.tmp") for path in paths]
     try:
         for file in temporary:
             file.touch(exist_ok=False)
@@ -36,6 +36,19 @@ def temporary_files(*paths: Path) -> Iterator[list[Path]]:
         for file in temporary:
             with suppress(OSError):
                 file.unlink()
+
+
+def _beginning(name: str) -> str:
+    """Return the beginning of a name, so that a temporary one is never too long for the file system."""
+    return os.fsdecode(os.fsencode(name)[:200]).encode("utf-8", "ignore").decode("utf-8")
+
+
+def resolved(path: Path) -> Path:
+    """Return a path without symbolic links, or the absolute path where they lead in a circle or too far."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return path.absolute()
 
 
 def rename_all(targets: Mapping[Path, Path]) -> None:

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from vitrail.errors import InvalidOption, TrainingError, VitrailError
+from vitrail._checks import as_device
+from vitrail.errors import TrainingError, VitrailError
 
 T = TypeVar("T")
 
@@ -111,19 +112,37 @@ def all_gather(value: Any) -> list[Any]:
     return values
 
 
-def choose_device(device: str | None) -> torch.device:
-    """Return the device to compute on: CUDA if available, unless ``device`` names one."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise InvalidOption("device='cuda', but no CUDA device is available; leave device out or use 'cpu'")
-    if device == "cpu" or not available:
+def is_first_to_report() -> bool:
+    """Return whether no other rank has reported that the connection is lost: one message is enough.
+
+    Ranks ask the store at which they met; where it is gone, too, each one reports.
+    """
+    try:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=2))  # type: ignore[attr-defined]
+        return int(store.add("vitrail/reported", 1)) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True
+
+
+def choose_device(device: str | torch.device | int | None) -> torch.device:
+    """Return the device to compute on: CUDA if available, unless ``device`` names one.
+
+    Under torchrun, ``cuda`` is the device of this rank.
+    """
+    chosen = None if device is None else as_device("device", device)
+    if chosen is not None and (chosen.type != "cuda" or chosen.index is not None):
+        return chosen
+    if not torch.cuda.is_available():
         return torch.device("cpu")
     rank, _ = torchrun_rank() or (0, 1)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
 
 
 @contextmanager
-def distributed(device: str | None, timeout: timedelta = TIMEOUT, tensors: bool = True) -> Iterator[World]:
+def distributed(
+    device: str | torch.device | int | None, timeout: timedelta = TIMEOUT, tensors: bool = True
+) -> Iterator[World]:
     """Set up the process group described by torchrun's environment, if any; destroy it on exit.
 
     An existing process group is used and left unchanged.

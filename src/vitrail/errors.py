@@ -30,9 +30,16 @@ from __future__ import annotations
 
 from vitrail._deprecation import renamed_attributes
 
+MAX_MESSAGE = 2000
+"""Longest message: values of any size may be given, and a message that repeats one must not fill the screen."""
+
 
 class VitrailError(Exception):
     """Base class of all errors that Vitrail raises."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 500]} … {text[-450:]}"
 
 
 class UnsupportedModel(VitrailError):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from tests.cli.reports import FakeReports
 from vitrail.cli._shared import console
@@ -16,8 +15,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("typer.rich_utils.FORCE_TERMINAL", None)
-    monkeypatch.setattr(console, "out", Console(highlight=False))
-    monkeypatch.setattr(console, "err", Console(stderr=True, highlight=False))
+    monkeypatch.setattr(console, "out", console.PlainConsole())
+    monkeypatch.setattr(console, "err", console.PlainConsole(stderr=True))
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ def test_closed_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as file:
-        pipe = console.PipeConsole(file=file)
+        pipe = console.PlainConsole(file=file)
         for _ in range(3):
             pipe.print("lost")
         assert pipe.quiet

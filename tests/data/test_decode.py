@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data import MAX_PIXELS, as_rgb, read_image
+from vitrail.data import MAX_PIXELS, as_rgb, read_image, samples
+from vitrail.data.decode import center_crop, scaled_decoding
 from vitrail.errors import ImageError
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -253,3 +254,24 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("PIL.Image.open", refuse)  # permissions do not stop the user that tests may run as
     with pytest.raises(ImageError, match="permission denied"):
         read_image(path)
+
+
+def test_scaled_decoding_of_jpegs(tmp_path: Path) -> None:
+    photo = Image.open(samples()["astronaut"]).convert("RGB").resize((2000, 1500), Image.Resampling.LANCZOS)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned
+    for name, options in (("a.jpg", {}), ("turned.jpg", {"exif": exif})):
+        path = save(tmp_path / name, photo, quality=90, **options)
+        whole = read_image(path)
+        with scaled_decoding((128, 96)):
+            part = read_image(path)
+        sides = (1000, 750) if name == "a.jpg" else (750, 1000)
+        assert part.size == sides
+        assert whole.size == (2 * sides[0], 2 * sides[1])
+        pair = [np.asarray(center_crop(one, (128, 96)), dtype=int) for one in (whole, part)]
+        assert np.abs(pair[0] - pair[1]).mean() < 1
+        assert read_image(path).size == whole.size  # outside of the block
+    png_file = save(tmp_path / "a.png", photo)
+    with scaled_decoding((128, 96)):
+        assert read_image(png_file).size == (2000, 1500)
+        assert read_image(samples()["chelsea"]).size == (451, 300)  # three times 128 would not be left

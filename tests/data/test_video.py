@@ -68,6 +68,48 @@ def test_only_wanted_frames_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(made) == 3
 
 
+class Held:
+    """A decoded frame that tells how many are alive."""
+
+    alive = 0
+    most = 0
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        Held.alive += 1
+        Held.most = max(Held.most, Held.alive)
+
+    def __del__(self) -> None:
+        Held.alive -= 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._frame, name)
+
+
+@pytest.mark.parametrize(("ending", "gap"), [("mkv", 10**4), ("avi", 50)])
+def test_memory_does_not_grow_with_the_length(
+    ending: str, gap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1500 frames, of which all or some are decoded, at most three are held at a time."""
+    restart = module._Decoded._restart
+    decoded: list[int] = []
+
+    def counting(self: Any) -> None:
+        restart(self)
+        frames = self._frames
+        self._frames = (decoded.append(1) or Held(frame) for frame in frames)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(module._Decoded, "_restart", counting)
+    Held.alive = Held.most = 0
+    clip = Clip(write_clip(tmp_path / f"long.{ending}", count=1500, size=(16, 16), gap=gap))
+    values = clip.values(InputSpec((6, 16, 16), modality="video"))
+    expected = [shade(index, 1500) for index in FrameSampling().choose(6, 1500, 10.0)]
+    assert values.float().mean((0, 2, 3)).tolist() == pytest.approx(expected, abs=5)
+    assert Held.most <= 3
+    assert len(decoded) > 6
+    assert gap > 1500 or len(decoded) < 500  # key frames are searched where there are some
+
+
 def broken(folder: Path) -> dict[str, tuple[Path, str]]:
     whole = write_clip(folder / "whole.avi", count=60)
     files = {

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.embedding.models import small_vit
+from tests.runtime.cuda_graphs.graphs import Pool, pools
 from tests.surgery.models import ALL
 from vitrail.adapters import find
 from vitrail.embedding import Embedder, Predictor
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.tokens import Role
+
+__all__ = ["pools"]
 
 
 def timm_features(model: Any, x: Tensor) -> Tensor:
@@ -59,6 +62,27 @@ def test_tokens_are_those_of_the_library(name: str, merged: bool) -> None:
     np.testing.assert_allclose(columns["mean"], tokens[:, layout.patches].mean(1), rtol=1e-4, atol=1e-5)
     if "class" in wanted:
         np.testing.assert_allclose(columns["class"], tokens[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["plain", "merged"])
+def test_patches_of_hierarchical_models(merged: bool) -> None:
+    import timm
+    import torchvision
+
+    small: dict[str, Any] = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 4, 8)}
+    swin = timm.create_model("swin_tiny_patch4_window7_224", **small)
+    sizes: dict[str, Any] = {"patch_size": [4, 4], "embed_dim": 24, "depths": [1, 2], "num_heads": [1, 2]}
+    other = torchvision.models.SwinTransformer(window_size=[7, 7], stochastic_depth_prob=0.0, **sizes)
+    for model in (swin.eval(), other.eval()):
+        if merged:
+            vitrail.merge(model, r=2)
+        images = torch.randn(1, 3, 224, 224)
+        with torch.no_grad():
+            tokens = model.forward_features(images) if model is swin else model.norm(model.features(images))
+            tokens = tokens.flatten(1, 2)
+        columns = Embedder(model, "patches,mean", dtype="float32")(images)
+        np.testing.assert_allclose(columns["patches"], tokens, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(columns["mean"], tokens.mean(1), rtol=1e-3, atol=1e-4)
 
 
 def test_class_token_of_clip_is_its_pooled_output() -> None:
@@ -155,6 +179,31 @@ def test_predictions_are_the_largest_probabilities() -> None:
         Predictor(model, classes=["a", "b", "c"])
     with pytest.raises(UnsupportedModel, match="no classes"):
         Predictor(ALL["clip-siglip"].model(torch.float32))
+
+
+@pytest.mark.usefixtures("pools")
+def test_features_run_from_graphs() -> None:
+    for change in (lambda model: None, lambda model: vitrail.merge(model, r=2)):
+        model = small_vit()
+        change(model)
+        options: dict[str, Any] = {"tokens": "class,mean,patches@0", "dtype": "float32"}
+        plain, recorded = Embedder(model, **options), Embedder(model, **options, batch=4)
+        before = Pool.replays()
+        for count in (4, 3, 9):
+            images = torch.randn(count, 3, 16, 16)
+            expected, found = plain(images), recorded(images)
+            for name in expected:
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+        assert Pool.replays() - before == 1 + 1 + 3
+
+
+@pytest.mark.usefixtures("pools")
+def test_features_whose_length_depends_on_the_image_run_plainly() -> None:
+    model = small_vit()
+    vitrail.merge(model, method={"name": "threshold"})
+    images = torch.randn(3, 3, 16, 16)
+    found = Embedder(model, dtype="float32", batch=4)(images)
+    np.testing.assert_allclose(found["class"], Embedder(model, dtype="float32")(images)["class"])
 
 
 def test_names_of_published_classes() -> None:

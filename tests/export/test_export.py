@@ -60,11 +60,12 @@ def test_compiled_model(linear: nn.Module, tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_nothing(linear: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(program: object, path: Path, **options: object) -> None:
-        path.write_bytes(b"half")
+    def full(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("torch.export.save", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ExportError, match=r"model\.pt2 could not be written \(No space left on device\)"):
         export(linear, tmp_path / "model.pt2", example=FOUR)
     assert not list(tmp_path.iterdir())

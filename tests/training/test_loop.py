@@ -28,7 +28,8 @@ def test_training_learns_and_prints_the_paths(photos: str, tmp_path: Path) -> No
     events: list[Event] = []
     done = run(photos, tmp_path / "run", epochs=12, validation=0.25, on_event=events.append, lr=3e-3)
     assert done.evaluation.accuracy["fused"] == 1
-    assert {path.name for path in done.folder.iterdir()} == {"best", "checkpoints", "config.yaml", "last", "log.jsonl"}
+    written = {"best", "checkpoints", "config.yaml", "last", "log.jsonl", ".vitrail-run"}
+    assert {path.name for path in done.folder.iterdir()} == written
     kinds = {"start", "reading", "train", "epoch", "evaluating", "evaluation", "saved"}
     assert {event.kind for event in events} == kinds
     epochs = read_log(done.folder / "log.jsonl", "epoch")
@@ -102,7 +103,7 @@ def test_a_non_finite_loss_stops_with_details(photos: str, tmp_path: Path, monke
     with pytest.raises(Diverged) as caught:
         run(photos, tmp_path / "run")
     text = str(caught.value)
-    assert "not finite since step 4 (epoch 1): cls" in text
+    assert "not finite since step 4 (epoch 1, batch 1): cls" in text
     assert "learning rate was 0.000" in text
     assert "step-00000003" in text
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]

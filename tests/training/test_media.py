@@ -1,16 +1,19 @@
 """Training on files of clips and sounds: sizes, sampling, evaluation, resuming, and what contradicts the data."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from tests.data.media_files import tone, write_clip, write_sound
+from tests.data.media_files import CLIPS, DIGITS, real_clips, real_digits, tone, write_clip, write_sound
 from tests.training.toys import FIELDS, same, weights
+from vitrail.cli import app
 from vitrail.data import FrameSampling, Spectrogram, open_dataset
-from vitrail.errors import InvalidOption, VitrailError
+from vitrail.errors import ImageError, InvalidOption, VitrailError
 from vitrail.training import checkpoint, evaluate, load_trained, train
 
 SMALL: dict[str, Any] = {
@@ -29,7 +32,10 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(32):
         high = number % 2
         hertz = (2000 if high else 300) * (1 + number / 100)
-        write_sound(root / ("high" if high else "low") / f"{number}.wav", tone(hertz, 0.3, 8000), 8000)
+        rate = (8000, 11025)[number // 2 % 2]  # two rates, and some in stereo
+        samples = tone(hertz, 0.3, rate)
+        samples = np.stack([samples, 0.5 * samples], 1) if number % 5 == 0 else samples
+        write_sound(root / ("high" if high else "low") / f"{number}.wav", samples, rate)
     return root
 
 
@@ -110,3 +116,62 @@ def test_models_and_data_of_other_modalities(clips: Path, sounds: Path, tmp_path
         train(**TUNING | {"data": str(sounds), "model": str(run.last), "out": str(tmp_path / "other")})
     with pytest.raises(InvalidOption, match="sampling"):
         train(data=[(np.zeros((16, 16, 3), np.uint8), n % 2) for n in range(8)], sampling={"rate": 3}, **FIELDS)
+
+
+def test_files_without_content_are_skipped_and_counted(sounds: Path, tmp_path: Path) -> None:
+    data = tmp_path / "sounds"
+    shutil.copytree(sounds, data)
+    write_sound(data / "low" / "silent.wav", np.zeros(0, np.float32), 8000)
+    (data / "high" / "damaged.wav").write_bytes(b"RIFF no sound")
+    with pytest.raises(ImageError, match="of 34 sounds cannot be read, and max_unreadable"):
+        train(**SOUND | {"data": str(data), "out": str(tmp_path / "run"), "epochs": 1})
+    assert not (tmp_path / "run").exists()
+    notes: list[str] = []
+    run = train(
+        **SOUND | {"data": str(data), "out": str(tmp_path / "run"), "epochs": 1, "max_unreadable": 0.1},
+        on_event=lambda event: notes.append(event.text) if event.kind == "note" else None,
+    )
+    assert any(
+        "Skipped 2 unreadable sounds" in text and "silent.wav: the sound has no samples" in text for text in notes
+    )
+    assert evaluate(run.last, data, max_unreadable=0.1, seconds=0, look=0).count == 32
+
+
+@real_digits
+def test_spoken_digits_from_the_command_line(tmp_path: Path) -> None:
+    result = run_command(
+        "train", "--data", DIGITS, "--labels", "digit", "--share", 0.2, "--patch-size", 16, "--preset", "tiny",
+        "--sampling", "{rate: 8000}", "--options", "{width: 32, depth: 1, heads: 2}", "--epochs", 1,
+        "--batch-size", 16, "--device", "cpu", "-o", tmp_path / "run",
+    )  # fmt: skip
+    assert "10 classes" in result
+    model, labels = load_trained(tmp_path / "run" / "last")
+    assert labels.preprocessing is not None
+    assert labels.preprocessing.modality == "audio"
+    assert model.config.in_chans == 1
+    assert "fused" in run_command("evaluate", tmp_path / "run" / "last", DIGITS, "--merge", "r=2", "--device", "cpu")
+
+
+@real_clips
+def test_real_clips_from_the_command_line(tmp_path: Path) -> None:
+    for number, path in enumerate(sorted(CLIPS.iterdir())):
+        for copy in range(2):
+            target = tmp_path / "clips" / "ab"[number % 2] / f"{copy}-{path.name}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    run_command(
+        "train", "--data", tmp_path / "clips", "--image-size", "4,32,32", "--patch-size", "2,16,16", "--preset", "tiny",
+        "--options", "{width: 32, depth: 1, heads: 2}", "--epochs", 1, "--batch-size", 4, "--validation", "none",
+        "--device", "cpu", "-o", tmp_path / "run",
+    )  # fmt: skip
+    run_command(
+        "merge", f"vitrail:{tmp_path / 'run' / 'last'}", CLIPS, "-r", 1, "--limit", 1, "--device", "cpu",
+        "-o", tmp_path / "glass",
+    )  # fmt: skip
+    assert len(list((tmp_path / "glass").glob("*-filmstrip.png"))) == 1
+
+
+def run_command(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout

@@ -13,6 +13,7 @@ import vitrail
 from tests.training.toys import FIELDS, same, weights
 from vitrail.cli import app
 from vitrail.data import Arrays, open_dataset
+from vitrail.embedding import Predictor
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.training import evaluate, load_trained, train
 
@@ -102,6 +103,15 @@ def test_tasks_of_every_kind_resume_and_are_fine_tuned(squares: Path, tmp_path: 
     assert found.accuracy.keys() == {"task.side", "task.tags", "task.mask"}
     assert found.r2.keys() == {"task.bright"}
     assert found.to_dict()["miou"].keys() == {"task.mask"}
+    (batch,) = open_dataset(squares).batches(labels.preprocessing, 32)
+    predictor = Predictor(model)
+    predicted = predictor.finish(predictor.run(batch.images))
+    assert predicted.keys() == {column.name for column in predictor.columns}
+    with torch.no_grad():
+        outputs = model(batch.images).by_role
+    target = labels.targets["bright"]
+    assert predicted["bright.value"] == pytest.approx((target.mean + target.std * outputs["bright"][:, 0]).numpy())
+    assert predicted["tags.probability_1"] == pytest.approx(outputs["tags"].sigmoid().amax(1).numpy())
     one = evaluate(run.last, squares, labels=("bright",), seconds=0, look=0)
     assert one.rmse["task.bright"] == pytest.approx(found.rmse["task.bright"])
     dataset = open_dataset(squares, labels=("side", "bright", "tags", "mask"), kind={"tags": "multilabel"})

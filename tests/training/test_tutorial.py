@@ -26,13 +26,17 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set up a directory with images of two colors, and presets and models that take seconds."""
     monkeypatch.chdir(tmp_path)
-    pixels = np.random.default_rng(0)
+    pixels, rows = np.random.default_rng(0), ["path,breed,age,tags,mask"]
     for number in range(32):
         kind = ("cat", "dog")[number % 2]
         image = pixels.integers(0, 90, (40, 48, 3), dtype=np.uint8)
         image[..., number % 2] += 120
         (tmp_path / "photos" / kind).mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(tmp_path / "photos" / kind / f"{number:02d}.jpg")
+        (tmp_path / "masks" / kind).mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image[..., 0] > 90).astype(np.uint8)).save(tmp_path / "masks" / kind / f"{number:02d}.png")
+        rows.append(f"photos/{kind}/{number:02d}.jpg,{kind},{number / 4},{kind};pet,masks/{kind}/{number:02d}.png")
+    (tmp_path / "pets.csv").write_text("\n".join(rows), encoding="utf-8")
     monkeypatch.setitem(PRESETS, "tiny", {**PRESETS["tiny"], "epochs": 2, "image_size": 32, "batch_size": 16})
     shrunk = replace(MODELS["vit_tiny_patch16"], width=32, heads=2, depth=2)
     monkeypatch.setitem(MODELS, "vit_tiny_patch16", shrunk)
@@ -40,7 +44,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_command_runs(small: Path) -> None:
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 13
     for line in COMMANDS:
         name, *arguments = shlex.split(line)
         assert name == "vitrail"

@@ -65,7 +65,7 @@ def start(world: int, *arguments: str) -> list[subprocess.Popen[str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PYTHONFAULTHANDLER": "1"}
     return [
         subprocess.Popen(
             [sys.executable, *arguments],

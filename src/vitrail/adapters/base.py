@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail.adapters.forward_pass import ForwardEntry
 from vitrail.adapters.position import Position as Position
 from vitrail.adapters.position import Rotary as Rotary
@@ -248,6 +249,7 @@ class BlockAdapter(ABC):
         """Return the number of heads, and the channels of one."""
 
 
+@checked
 def known_block(block: nn.Module, known: Mapping[type | str, BlockAdapter]) -> BlockAdapter:
     """Return the adapter of a block by its class or the class's dotted name; raise ``UnsupportedModel`` for others."""
     kind = forward_class(block)
@@ -477,6 +479,10 @@ class ModelRequest:
         return tuple(name for column in self.classes.values() for name in column)
 
 
+CODE_OPTIONS = frozenset({"trust_remote_code", "custom_generate", "allow_all_kernels", "pickle_module"})
+"""Options of libraries with which loading a model runs code that comes with it."""
+
+
 class Library(ABC):
     """All that Vitrail knows about one library: its trunks, and how its models are loaded, built and saved.
 
@@ -584,11 +590,24 @@ class Library(ABC):
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
         """Load a saved model from its directory, in eval mode."""
         from vitrail.adapters.saved import read_weights
+        from vitrail.models.saving import check_fit
 
-        name = str(config["architecture"]).removeprefix(f"{self.prefix}:")
-        model = self.load(name, False, **config.get("options", {}))
-        model.load_state_dict(read_weights(folder), strict=True)
+        name, options = str(config["architecture"]).removeprefix(f"{self.prefix}:"), config.get("options", {})
+        if not isinstance(options, Mapping):
+            raise ModelLoadError(f"{folder}: options is {options!r:.80}; expected a mapping of names to values")
+        self.check_options(name, options)
+        model, states = self.load(name, False, **options), read_weights(folder)
+        check_fit(f"{self.prefix}:{name}", model.state_dict(), states)
+        model.load_state_dict(states, strict=True)
         return model.eval()
+
+    def check_options(self, name: str, options: Mapping[str, Any]) -> None:
+        """Raise for options from a file that are not the model's own; those of `load` come from Python code."""
+        refused = {*options} & CODE_OPTIONS
+        if refused:
+            raise ModelLoadError(
+                f"options: {', '.join(sorted(refused))}: a file cannot allow code to run; leave it out"
+            )
 
     def imported(self, name: str, module: str = "") -> Any:
         """Import the library, or a module of it, for a model; raise ``ModelLoadError`` if it is not installed."""

@@ -8,6 +8,7 @@ itself share nothing.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -119,6 +120,25 @@ class Place:
 _pass = Place()
 
 
+_running: Counter[int] = Counter()
+_counting = threading.Lock()
+
+
+def count(trunk: nn.Module, change: int) -> None:
+    """Count the passes that run in all threads, by trunk. A compiled pass is one call, and is not counted."""
+    if torch.compiler.is_compiling():
+        return
+    with _counting:
+        _running[id(trunk)] += change
+        if not _running[id(trunk)]:
+            del _running[id(trunk)]
+
+
+def is_running(trunk: nn.Module) -> bool:
+    """Return whether a pass of a trunk runs now, in any thread: its blocks must not change meanwhile."""
+    return id(trunk) in _running
+
+
 def current_pass() -> Pass | None:
     """Return the innermost pass that is open in this thread."""
     found: Pass | None = _pass.here().current
@@ -142,9 +162,11 @@ def open_pass(
     place = _pass.here()
     outer = place.current
     place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs, segments, grids, together)
+    count(trunk, 1)
     try:
         yield
     finally:
+        count(trunk, -1)
         place.current = outer
 
 

@@ -14,6 +14,7 @@ from vitrail.adapters.forward_pass import ForwardEntry, IntermediatesEntry
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
+from vitrail.models.weights_file import only_weights
 from vitrail.tokens import Role, TokenLayout
 
 _BLOCK = BlockNames(
@@ -150,13 +151,14 @@ class OpenClip(Library):
         if not has_schema:
             self._check_name(library, model, tag, pretrained)
         try:
-            made = library.create_model(
-                model,
-                tag if pretrained and tag else None,
-                load_weights=pretrained,
-                pretrained_text=False,
-                **{"device": torch.get_default_device(), **options},
-            )
+            with only_weights():
+                made = library.create_model(
+                    model,
+                    tag if pretrained and tag else None,
+                    load_weights=pretrained,
+                    pretrained_text=False,
+                    **{"device": torch.get_default_device(), **options},
+                )
         except Exception as error:
             hint = (
                 "Check the network, name a directory (open_clip:local-dir:DIRECTORY), or use random weights "

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._wording import kind_of
 from vitrail.adapters.registry import head_names
 from vitrail.errors import UnsupportedInput
 from vitrail.heads.by_role import Heads
 
 
+@checked
 @contextmanager
 def head_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Record the logits of every head for the model's own classes, by name, one tensor per batch, on the CPU.

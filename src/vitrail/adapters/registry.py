@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from vitrail._arguments import checked
+from vitrail._checks import as_path, shown
 from vitrail.adapters.base import BlockAdapter, Library, TrunkAdapter
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
@@ -138,17 +140,22 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         pretrained: whether to load trained weights instead of random ones.
         options: for the library's own constructor.
     """
-    found, rest = split_name(name) if isinstance(name, str) else (None, "")
+    given = name
+    if not isinstance(pretrained, bool):
+        raise InvalidOption(f"pretrained={shown(pretrained)}: expected True or False")
+    name = str(name) if isinstance(name, str | Path) and name != "" and as_path("model", name) else ""
+    found, rest = split_name(name)
     if found is None and rest and Path(rest).is_dir():
         found, rest = library("vitrail"), f"local-dir:{rest}"
     if found is None or not rest:
         known = ", ".join(f"{prefix}:NAME" for prefix in LIBRARIES)
-        raise ModelLoadError(f"a model is named {known}; got {name!r}")
+        raise ModelLoadError(f"a model is named {known}; got {shown(given)}")
     model = found.load(rest, pretrained, **options)
     setattr(model, SOURCE_ATTRIBUTE, name if not options else None)
     return model
 
 
+@checked
 def size_options(name: str, size: tuple[int, ...] | None) -> dict[str, Any]:
     """Return the options with which `load_model` builds a model for inputs of a size; none where it needs none."""
     found, _ = split_name(name)
@@ -174,6 +181,7 @@ def sized(found: Found, size: tuple[int, ...] | None, name: str) -> tuple[InputS
     )
 
 
+@checked
 def input_spec(model: nn.Module) -> InputSpec:
     """Return the size and normalization that a supported model expects of its inputs."""
     found = find(model)

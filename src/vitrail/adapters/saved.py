@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
+from vitrail._checks import as_path, check_sizes
+from vitrail._reading import read_text
 from vitrail.adapters.base import Library
 from vitrail.data.targets import TargetSpec
-from vitrail.errors import ModelLoadError
+from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, LABELS_ATTRIBUTE, WEIGHTS
+from vitrail.models.weights_file import read_tensors
 
 PREFIX = "vitrail:"
 
@@ -29,7 +33,7 @@ def named(model: str | Path) -> Path:
 
     The name of an embedded model always refers to it; ``vitrail:local-dir:tiny`` is a directory.
     """
-    name = str(model).removeprefix(PREFIX)
+    name = str(as_path("model", model) if str(model) else model).removeprefix(PREFIX)
     if name != str(model) and name in EMBEDDED:
         return EMBEDDED[name]
     return Path(name.removeprefix("local-dir:")).expanduser()
@@ -55,18 +59,33 @@ def model_folder(path: Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a saved model."""
-    return _read_json(folder / CONFIG)
+    values = _read_json(folder / CONFIG)
+    try:
+        check_sizes(values, str(folder / CONFIG))
+    except InvalidOption as error:
+        raise ModelLoadError(str(error)) from error
+    return values
 
 
 def read_labels(folder: Path) -> dict[str, Any]:
     """Read the ``labels.json`` of a saved model: classes, preprocessing, training; empty where there is none."""
-    return _read_json(folder / LABELS) if (folder / LABELS).exists() else {}
+    values = _read_json(folder / LABELS) if (folder / LABELS).exists() else {}
+    classes = values.get("classes", {})
+    named = isinstance(classes, dict) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in classes.values()
+    )
+    parts = (values.get("trained"), values.get("preprocessing"))
+    if not named or not all(one is None or isinstance(one, dict) for one in parts):
+        raise ModelLoadError(
+            f"{folder / LABELS} is damaged: expected class names by column, and objects for preprocessing and training"
+        )
+    return values
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} could not be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path} is not a file of a model; expected a JSON object")
@@ -86,6 +105,7 @@ def load_saved(path: str | Path) -> nn.Module:
     return model
 
 
+@checked
 def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the class names of a trained model, by label column.
 
@@ -128,10 +148,4 @@ def saved_library(folder: Path) -> Library:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the weights of a saved model."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"{folder / WEIGHTS} could not be read: {error}") from error
+    return read_tensors(folder / WEIGHTS)

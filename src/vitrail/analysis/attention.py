@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import at_least_float32, check_finite, check_shape, chunks, map_chunks
 from vitrail.analysis.norms.prominence import prominence
 from vitrail.analysis.result import Result
@@ -28,6 +29,7 @@ HEADS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@fitting
 @torch.no_grad()
 def token_maps(attention: Tensor, layout: TokenLayout, *, normalize: bool = True) -> Tensor:
     """Return the attention of each row to the patches, on their grid: (B, H, Q, N) to (B, H, Q, t, h, w).
@@ -82,6 +84,7 @@ class Rollout:
         return self._result
 
 
+@fitting
 def rollout(attentions: Iterable[Tensor], *, head: Head = "mean", residual: float = 0.5) -> Tensor:
     """Return the attention rollout (B, N, N) of layers (B, H, N, N), the first layer first; see :class:`Rollout`.
 
@@ -108,6 +111,7 @@ class RoleMass(Result, eq=False):
     fair: Tensor  # (keys,) share of each role among all tokens: the mass under uniform attention
 
 
+@fitting
 @torch.no_grad()
 def role_mass(attention: Tensor, layout: TokenLayout, *, queries: Sequence[int] | None = None) -> RoleMass:
     """Sum attention rows (B, H, Q, N) by the roles of their tokens; each named task token is a role of its own."""
@@ -147,6 +151,7 @@ class Overlap(Result, eq=False):
     left_out: int  # number of maps (images × heads × tokens) that are all zero, and left out
 
 
+@fitting
 @torch.no_grad()
 def overlap(maps: Tensor, *, top: float = 0.1) -> Overlap:
     """Compare the maps (B, H, Q, t, h, w) of tokens, such as registers; ``top`` is a share of the patches."""
@@ -191,6 +196,7 @@ class Spread(Result, eq=False):
     patches: int
 
 
+@fitting
 @torch.no_grad()
 def entropy(maps: Tensor) -> Tensor:
     """Return the entropy in bits of each map (B, H, Q, t, h, w): (B, H, Q); NaN for maps that are all zero."""
@@ -204,6 +210,7 @@ def entropy(maps: Tensor) -> Tensor:
     return map_chunks(bits, flat, 2 * flat[0].numel())
 
 
+@fitting
 @torch.no_grad()
 def spread(maps: Tensor) -> Spread:
     """Return the spread of maps (B, H, Q, t, h, w); maps that are all zero are left out."""

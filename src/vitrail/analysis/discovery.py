@@ -13,6 +13,7 @@ from dataclasses import field
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import Grid, as_features, as_frame, at_least_float32, check_count, chunks
 from vitrail.analysis.result import Result
 from vitrail.analysis.statistics import wilson
@@ -50,6 +51,7 @@ class Discovery(Result, eq=False):
         return left, top, right, bottom
 
 
+@fitting
 def lost(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> Discovery:
     """Find an object with LOST (Siméoni et al., 2021) in features (P, D), usually the last block's keys.
 
@@ -60,6 +62,7 @@ def lost(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> Di
     return lost_batch(features.unsqueeze(0), grid, k=k, bias=bias)[0]
 
 
+@fitting
 @torch.no_grad()
 def lost_batch(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> list[Discovery]:
     """Run :func:`lost` on each of several images (B, P, D)."""
@@ -70,6 +73,7 @@ def lost_batch(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0)
     return _discover(discover, features, grid, 2)
 
 
+@fitting
 def tokencut(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> Discovery:
     """Find an object with TokenCut (Wang et al., 2022) in features (P, D).
 
@@ -80,6 +84,7 @@ def tokencut(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-
     return tokencut_batch(features.unsqueeze(0), grid, tau=tau, eps=eps)[0]
 
 
+@fitting
 @torch.no_grad()
 def tokencut_batch(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> list[Discovery]:
     """Run :func:`tokencut` on each of several images (B, P, D)."""
@@ -160,6 +165,7 @@ def _component(masks: Tensor, seeds: Tensor) -> Tensor:
         part = grown
 
 
+@fitting
 def iou(box: Box | Tensor, boxes: Boxes) -> Tensor:
     """Return the intersection over union of one box and several (n, 4): (n,); 0 for boxes without area."""
     one, many = (torch.as_tensor(each, dtype=torch.float64).detach().cpu() for each in (box, boxes))
@@ -192,6 +198,7 @@ class CorLoc(Result):
         return cls(sum(hits) / len(hits) if hits else None, low, high, sum(hits), len(hits), without_truth, threshold)
 
 
+@fitting
 def corloc(found: Sequence[Box | None], truth: Sequence[Boxes | None], *, threshold: float = 0.5) -> CorLoc:
     """Compare one box per image (None is a miss) with true boxes (n, 4); None or n = 0 for images without truth."""
     if not 0 < threshold <= 1:
@@ -215,6 +222,7 @@ class LostSweep(Result):
     by_bias: tuple[CorLoc, ...]  # CorLoc at each of ``biases``
 
 
+@fitting
 @torch.no_grad()
 def sweep_lost(
     features: Iterable[Tensor],
@@ -272,6 +280,7 @@ def sweep_lost(
     return LostSweep(by_bias[at], settings[at], by_bias[top], settings[top], held_out, settings, by_bias)
 
 
+@fitting
 @torch.no_grad()
 def suggest_biases(features: Tensor, count: int = 9) -> tuple[float, ...]:
     """Return biases for :func:`sweep_lost` from features (B, P, D) of some images: 0 and quantiles of Gram entries.

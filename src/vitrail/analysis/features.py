@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import (
     Grid,
     as_features,
@@ -31,6 +32,7 @@ from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenLayout
 
 
+@fitting
 def patch_features(x: Tensor, layout: TokenLayout) -> Tensor:
     """Return the patches of keys, queries or values (B, H, N, d), heads concatenated: (B, P, H·d).
 
@@ -63,6 +65,7 @@ class Pca(Result, eq=False):
         )
 
 
+@fitting
 @torch.no_grad()
 def fit_pca(features: Tensor, *, components: int = 3, leave_out: Tensor | None = None) -> Pca:
     """Fit principal components to patch features (B, P, D) of all images together.
@@ -98,6 +101,7 @@ def fit_pca(features: Tensor, *, components: int = 3, leave_out: Tensor | None =
     return Pca(mean, directions.to(device=device, dtype=dtype), explained, count, kept.numel() - count)
 
 
+@fitting
 @torch.no_grad()
 def pca_maps(
     features: Tensor,

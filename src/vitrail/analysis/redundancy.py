@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import (
     Grid,
     as_grid,
@@ -33,6 +34,7 @@ BINS = 512
 """Bins of equal count for the intervals of the AUC; the AUC itself is exact."""
 
 
+@fitting
 @torch.no_grad()
 def neighbor_similarity(embedding: Tensor, grid: Grid) -> Tensor:
     """Return each patch's mean cosine with its neighbors above, below, left and right: (B, P, D) to (B, P).
@@ -59,6 +61,7 @@ def neighbor_similarity(embedding: Tensor, grid: Grid) -> Tensor:
     return map_chunks(similarity, embedding, 3 * embedding[0].numel())
 
 
+@fitting
 def border_distance(grid: Grid) -> Tensor:
     """Return each patch's distance from the nearest edge of the image, in patches; 0 at the border: (P,).
 
@@ -70,6 +73,7 @@ def border_distance(grid: Grid) -> Tensor:
     return torch.minimum(row[:, None], column[None]).flatten().repeat(time).float()
 
 
+@fitting
 @torch.no_grad()
 def pool_mask(mask: Tensor, grid: Grid) -> Tensor:
     """Return the foreground share of each patch: a pixel mask (B, H, W), 0 to 1, to (B, P).
@@ -89,6 +93,7 @@ def pool_mask(mask: Tensor, grid: Grid) -> Tensor:
     return patch_means(x, (height, width), ~x.isnan()).to(x.dtype)
 
 
+@fitting
 def object_share(masks: Tensor, grid: Grid) -> Tensor:
     """Return the object share of each patch, for masks with 1 for the object and 255 for unknown; see pool_mask."""
     return pool_mask(torch.where(masks == UNKNOWN, torch.nan, (masks == 1).float()), grid)
@@ -134,6 +139,7 @@ class Redundancy(Result):
     foreground: Contrast | None
 
 
+@fitting
 @torch.no_grad()
 def redundancy(
     similarity: Tensor,
@@ -201,6 +207,7 @@ def _mean(values: Tensor, kind: Tensor, draws: int, seed: int) -> Mean | None:
     return Mean(float(total.sum() / count.sum()), low, high, int(count.sum()), images)
 
 
+@fitting
 def auc(above: Tensor, below: Tensor) -> float:
     """Return the probability that a value of the first kind (n,) exceeds one of the second (m,), ties counted half.
 

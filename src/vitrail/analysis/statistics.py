@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean, stdev
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail._wording import counted
 from vitrail.analysis._inputs import Array, check_count, check_share
 from vitrail.analysis.result import Result
@@ -77,6 +78,7 @@ class Split:
             raise InvalidOption(f"the split has index {last}, but there are {count} images, counted from 0")
 
 
+@fitting
 def split_images(count: int, *, test_share: float = 0.3, seed: int = 0, labels: Tensor | None = None) -> Split:
     """Split images at random; with labels, each class separately.
 
@@ -101,6 +103,7 @@ def split_images(count: int, *, test_share: float = 0.3, seed: int = 0, labels: 
     return Split(torch.cat(train).sort().values, torch.cat(test).sort().values)
 
 
+@fitting
 def hold_out(groups: Tensor, *, seed: int = 0) -> Tensor | None:
     """Return a mask (n,) of the rows of a random fifth of the groups; None for fewer than ten groups."""
     names, group = groups.cpu().unique(return_inverse=True)
@@ -112,6 +115,7 @@ def hold_out(groups: Tensor, *, seed: int = 0) -> Tensor | None:
     return chosen[group]
 
 
+@fitting
 def subsample(rows: Tensor, most: int, seed: int) -> Tensor:
     """Return at most ``most`` random rows (n, ...), in their order."""
     if len(rows) <= most:
@@ -120,6 +124,7 @@ def subsample(rows: Tensor, most: int, seed: int) -> Tensor:
     return rows[chosen.to(rows.device)]
 
 
+@fitting
 def wilson(successes: float, trials: int) -> Interval | None:
     """Return Wilson's interval for a share of independent trials (images, not tokens); None without a trial.
 
@@ -138,11 +143,13 @@ def wilson(successes: float, trials: int) -> Interval | None:
     return min(share, max(0.0, center - half)), max(share, min(1.0, center + half))
 
 
+@fitting
 def ratio(top: int, bottom: int) -> Statistic:
     """Return the statistic that divides one column of the sums by another."""
     return lambda sums: sums[:, top] / sums[:, bottom]
 
 
+@fitting
 def bootstrap(sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed: int = 0) -> Interval | None:
     """Return the percentile interval of a statistic of sums, from images drawn with replacement.
 
@@ -175,6 +182,7 @@ def bootstrap(sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed
     return low, high
 
 
+@fitting
 def ratio_of_medians(above: Sequence[float], below: Sequence[float], *, resamples: int = 1000) -> Interval | None:
     """Return the percentile interval of the ratio of two medians, from pairs drawn with replacement.
 

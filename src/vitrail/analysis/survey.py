@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.analysis.result import Result
 from vitrail.data.batches import Batches, open_batches
@@ -48,6 +49,7 @@ class Survey(Result):
         ]
 
 
+@checked
 def survey(
     models: Mapping[str, nn.Module | Callable[[], nn.Module]],
     data: Images,

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import as_tuple, check_positive
 from vitrail._deprecation import renamed_arguments, renamed_property
 from vitrail._timing import Clock, Key, Spread, Step, measure
@@ -42,6 +43,7 @@ CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 """In the message when the CPU runs out of memory: torch has no error class for it."""
 
 
+@checked
 def run(config: BenchConfig, *, model: nn.Module | None = None, tell: Tell | None = None) -> BenchResult:
     """Measure a model unmerged, sliced and merged.
 
@@ -262,6 +264,7 @@ class ModelTimes:
         return min(self.modes.values(), key=lambda timed: timed.seconds, default=None)
 
 
+@checked
 @renamed_arguments(pictures="images", forms="modes")
 def time_models(
     models: Mapping[Key, nn.Module],

@@ -163,7 +163,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
         require_matplotlib(plot_format)
     results: list[BenchResult] = []
     failure: VitrailError | KeyboardInterrupt | None = None
-    with console.err.status(f"Loading {config.model}") as status:
+    with console.status(f"Loading {config.model}") as status:
         loaded = load(config.model, "bench", random=not config.pretrained, size=config.size, device="cpu")
         try:
             for result in sweep(config, name, values, model=loaded.model, tell=status.update):

@@ -95,7 +95,7 @@ def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summa
         console.note(f"Only the first {MOST} of {len(given)} images are shown.")
         given = given.select(range(MOST))
     runs = _show(loaded, given, folder, skipped, by_stem=not images)
-    with console.err.status("Writing report.html"):
+    with console.status("Writing report.html"):
         report = vitrail.inspect(loaded.model, given, probes=False, name=loaded.name)
         assert report is not None  # one process
         report.save(folder / "report.html")
@@ -112,7 +112,7 @@ def _load(name: str) -> Loaded:
     if split_name(name)[0] is not None and not name.startswith(PREFIX):
         raise refused
     model_of(named(name))  # raises for a directory without a model
-    with console.err.status(f"Loading {name}"):
+    with console.status(f"Loading {name}"):
         loaded = load(name, "demo", device="cpu")
     if not any(question.kind == "classification" for question in loaded.questions):
         raise refused

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,6 +15,7 @@ from vitrail._wording import counted
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.output import check_writable, write_text
 from vitrail.cli._shared.ranks import command
+from vitrail.cli._shared.summary import plain
 from vitrail.training import Evaluation
 from vitrail.training.run_directory import load_classifier
 
@@ -60,6 +61,11 @@ def evaluate(
         float, typer.Option("--max-unreadable", metavar="X", help="Fraction of images that may be unreadable.")
     ] = 0.01,
     confusion: Annotated[bool, typer.Option("--confusion", help="Print the confusion matrix.")] = False,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="This process, or actors of a Ray cluster.")
+    ] = "local",
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default a new one.")] = None,
+    actors: Annotated[int | None, typer.Option(min=1, metavar="N", help="Actors of Ray.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
     """Print the figures of all heads, of the model merged or not; with --json, write more of them."""
@@ -85,11 +91,10 @@ def evaluate(
                     dtype=dtype,
                     max_unreadable=max_unreadable,
                     progress=progress,
+                    engine=engine,
+                    address=address,
+                    actors=actors,
                 )
-        values = {name: found.to_dict() for name, found in results.items()}
-        if json_file is not None and not console.out.quiet:
-            content = values if len(values) > 1 else next(iter(values.values()))
-            write_text(json_file, json.dumps(content, ensure_ascii=False, indent=2) + "\n", "--json")
         if len(results) > 1:
             _print_sweep(results)
         for found in results.values():
@@ -97,6 +102,11 @@ def evaluate(
                 _print(found)
             if confusion:
                 _print_confusion(found)
+        if json_file is not None and not console.out.quiet:  # last: what was measured is printed in any case
+            values = {name: found.to_dict() for name, found in results.items()}
+            content = values if len(values) > 1 else next(iter(values.values()))
+            text = json.dumps(plain(content), ensure_ascii=False, indent=2, allow_nan=False)
+            write_text(json_file, f"{text}\n", "--json")
 
 
 def parse_sweep(merge: str | None) -> dict[str, str | None]:

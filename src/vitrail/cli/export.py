@@ -75,12 +75,12 @@ def export(
     with command():
         find_format(out, format).check(torch_dtype or torch.float32, opset)  # before the model is loaded
         check_writable(out, "-o")
-        with console.err.status(f"Loading {model}"):
+        with console.status(f"Loading {model}"):
             loaded = load(model, "export", random=random_weights, size=size, device="cpu")
         if random_weights:
             console.note(f"{model} has random weights: use the file for trying things out only.")
         example = torch.zeros(1, *loaded.spec.shape)
-        with vitrail.merge(loaded.model, **settings) as merging, console.err.status(f"Exporting {model}"):
+        with vitrail.merge(loaded.model, **settings) as merging, console.status(f"Exporting {model}"):
             result = export_model(
                 loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset
             )

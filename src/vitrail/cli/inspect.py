@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,15 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail import report as reports
+from vitrail._atomic_files import resolved
 from vitrail._distributed import World, distributed
 from vitrail._wording import counted
-from vitrail.cli._shared import console, options
+from vitrail.cli._shared import console, options, whole_datasets
 from vitrail.cli._shared.media import check_sample, open_for
 from vitrail.cli._shared.model import Loaded, load
-from vitrail.cli._shared.output import OutputError, check_writable
+from vitrail.cli._shared.output import OutputError, check_writable, write_text
 from vitrail.cli._shared.prediction import predict
 from vitrail.cli._shared.ranks import command
 from vitrail.data import Dataset, open_dataset
+from vitrail.embedding import survey_norms
 from vitrail.errors import ImageError, UnsupportedInput
 from vitrail.report import Report
 from vitrail.report.page.formatting import number, percent
@@ -66,12 +69,20 @@ def inspect(
     device: options.Device = None,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
+    engine: whole_datasets.Engine = "local",
+    address: whole_datasets.Address = None,
+    actors: whole_datasets.Actors = None,
 ) -> None:
     """Write a self-contained HTML page, and the same values as JSON beside it.
+
+    With --engine ray, actors of a cluster count the norms of all images; these alone are written, as JSON.
 
     Existing files are overwritten, and only by complete ones. Unreadable images are skipped and named; the exit code is
     then 1.
     """
+    if engine == "ray":
+        _survey(ctx.params)
+        return
     with session(out, device) as world:
         world.run(lambda: check_output(out, images or []))
         dataset = world.run(lambda: open_images(ctx.params))
@@ -88,6 +99,34 @@ def inspect(
         raise typer.Exit(1)
 
 
+def _survey(given: Mapping[str, Any]) -> None:
+    """Count the norms of all images on a cluster, and write them as JSON."""
+    name, out = given["model"], given["out"]
+    with command():
+        if out.suffix.lower() != ".json":
+            raise OutputError(f"-o {out}: --engine ray writes norms alone, as JSON. Expected a name like norms.json.")
+        check_output(out, given["images"] or [])
+        dataset = open_images(given)
+        with console.err.status(f"Loading {name}"):
+            where = {"size": given["size"], "device": given["device"], "seed": given["seed"]}
+            loaded = load(name, "inspect", random=given["random_weights"], **where)
+        fitting = open_for(dataset, given["images"] or None, loaded.spec, **_data_options(given))
+        with console.bars() as draw:
+            found = survey_norms(
+                loaded.model,
+                fitting,
+                batch=given["batch"],
+                engine="ray",
+                address=given["address"],
+                actors=given["actors"],
+                progress=lambda done, total: draw("images", done, total),
+            )
+        write_text(out, dumps(found.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+        share = percent(found.outlier_share)
+        console.say(f"{found.verdict}: {share} of patch tokens in {counted(found.num_images, 'image')}", style="bold")
+        console.say(f"Norms: {out}", style="bold")
+
+
 def open_images(given: Mapping[str, Any]) -> Dataset:
     """Open the images of a command's options, and check before a model is loaded that one of them can be read."""
     dataset, reason = open_dataset(given["images"] or None, **_data_options(given)), None
@@ -97,7 +136,8 @@ def open_images(given: Mapping[str, Any]) -> Dataset:
             return dataset
         except ImageError as error:
             reason = reason or error
-    raise ImageError(f"none of the {counted(len(dataset), 'image')} could be read. The first: {reason}")
+    number = counted(len(dataset), dataset.noun.removesuffix("s"))
+    raise ImageError(f"none of the {number} could be read. The first: {reason}")
 
 
 def _data_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +154,7 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
             predict(loaded, torch.zeros(1, *loaded.spec.shape))
         return loaded
 
-    with console.err.status(f"Loading {name}"):
+    with console.status(f"Loading {name}"):
         loaded = world.run(load_checked)
     fitting = world.run(lambda: open_for(dataset, given["images"] or None, loaded.spec, **_data_options(given)))
     if given["random_weights"]:
@@ -157,7 +197,7 @@ def check_output(out: Path, inputs: Sequence[Path]) -> None:
         check_jinja()
     for path in (out, out.with_suffix(".json")):
         check_writable(path, "-o")
-        if any(path.resolve() == read.resolve() for read in inputs):
+        if any(resolved(path) == resolved(read) for read in inputs):
             raise OutputError(f"-o {out}: {path} is an input and would be overwritten. Name another file.")
 
 

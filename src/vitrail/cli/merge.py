@@ -16,11 +16,11 @@ from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import Names, make_directory, write_drawing
 from vitrail.cli._shared.prediction import compare_merged, mean_cost, predict
 from vitrail.cli._shared.ranks import command
-from vitrail.cli._shared.summary import Cost, Result, Summary, markdown_table, write_summary
+from vitrail.cli._shared.summary import Cost, Result, Summary, markdown, markdown_table, write_summary
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError
 
-COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
+COLUMNS = ("panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (
     "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
     "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
@@ -67,7 +67,7 @@ def merge(
         given: dict[str, Any] = {"labels": None, "limit": limit or None}
         dataset = open_dataset(images, **given)
         readable = find_readable(dataset)  # before loading the model, which may take long
-        with console.err.status(f"Loading {model}"):
+        with console.status(f"Loading {model}"):
             loaded = load(model, "merge", random=random_weights, size=size, device=device)
         fitting = open_for(dataset, images, loaded.spec, **given)
         if fitting is not dataset:
@@ -82,29 +82,37 @@ def merge(
         names = Names(folder, dataset)
         results: list[Result] = []
         costs: list[Cost] = []
+        interrupted: KeyboardInterrupt | None = None
         with console.progress() as bar:
-            for index in bar.track(good, description="Merging"):
-                try:
-                    sample = dataset.read(index).image
-                except ImageError as error:
-                    skipped.append(skip(dataset, index, error))
-                    continue
-                batch = loaded.medium.batch(sample, loaded.spec)
-                if not results:
-                    predict(loaded, batch)  # the first pass is slower, and would count as the one without merging
-                before = predict(loaded, batch)
-                with vitrail.merge(loaded.model, **settings) as merging:
-                    drawings, result, cost = compare_merged(loaded, merging, sample, dataset.name(index), before)
-                suffixes = {ending: getattr(drawing, "suffix", ".png") for ending, drawing in drawings.items()}
-                for ending, file in names.of(index, suffixes).items():
-                    write_drawing(file, drawings[ending])
-                    result.files[ending] = file.name
-                results.append(result)
-                costs.append(cost)
-        check_any(results, dataset)
-        input_size, kind = loaded.spec.size, loaded.device.type
-        summary = Summary(model, loaded.weights, kind, input_size, config, mean_cost(costs), results, skipped)
-        _conclude(summary, costs, folder, MEDIA[dataset.modality].noun)
+            try:
+                for index in bar.track(good, description="Merging"):
+                    try:
+                        sample = dataset.read(index).image
+                    except ImageError as error:
+                        skipped.append(skip(dataset, index, error))
+                        continue
+                    batch = loaded.medium.batch(sample, loaded.spec)
+                    if not results:
+                        predict(loaded, batch)  # the first pass is slower, and would count as the one without merging
+                    before = predict(loaded, batch)
+                    with vitrail.merge(loaded.model, **settings) as merging:
+                        drawings, result, cost = compare_merged(loaded, merging, sample, dataset.name(index), before)
+                    suffixes = {ending: getattr(drawing, "suffix", ".png") for ending, drawing in drawings.items()}
+                    for ending, file in names.of(index, suffixes).items():
+                        write_drawing(file, drawings[ending])
+                        result.files[ending] = file.name
+                    results.append(result)
+                    costs.append(cost)
+            except KeyboardInterrupt as stop:
+                interrupted = stop
+        if interrupted is None or results:
+            check_any(results, dataset)
+            input_size, kind = loaded.spec.size, loaded.device.type
+            summary = Summary(model, loaded.weights, kind, input_size, config, mean_cost(costs), results, skipped)
+            _conclude(summary, costs, folder, MEDIA[dataset.modality].noun)
+        if interrupted is not None:
+            console.note(f"Stopped after {len(results)} of {len(good)} images.")
+            raise interrupted
     if skipped:
         raise typer.Exit(1)
 
@@ -126,22 +134,29 @@ def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path, noun: str) 
         )
         for result, cost in zip(summary.pictures, costs, strict=True)
     ]
+    columns = (noun.removesuffix("s"), *COLUMNS)
     size, config = " × ".join(map(str, summary.input_size)), summary.merging
     model = f"{summary.model} ({summary.weights} weights, {summary.device})"
     settings = ", ".join(f"{name}={value}" for name, value in config.items())
     details = f"- {model}, input {size}, merged with {settings}: {tokens} tokens after each block, instead of "
-    lines = [f"# {summary.model}, merged", "", *markdown_table(COLUMNS, rows), "", LEGEND, ""]
+    lines = [f"# {markdown(summary.model)}, merged", "", *markdown_table(columns, rows), "", LEGEND, ""]
     lines += [
-        f"{details}{summary.cost.tokens_before[-1]}.",
-        *(f"- Skipped: {one['reason']}" for one in summary.skipped),
+        f"{markdown(details)}{summary.cost.tokens_before[-1]}.",
+        *(f"- Skipped: {markdown(one['reason'])}" for one in summary.skipped),
     ]
     write_summary(folder, asdict(summary), "\n".join(lines))
 
-    table = console.table(*COLUMNS, title=model)
+    table = console.table(*columns, title=model)
     for row in rows:
         table.add_row(*row)
     console.out.print(table)
     console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
+    broken = [result.picture for result in summary.pictures if not result.finite]
+    if broken:
+        console.error(
+            f"The model's output is NaN or infinite for {len(broken)} of {len(summary.pictures)} images, such as "
+            f"{broken[0]}: check the model's weights and dtype."
+        )
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
         console.error(f"{len(summary.skipped)} of {total} {noun} could not be read and were skipped, see above.")

@@ -40,9 +40,9 @@ def serve(
     wait: Annotated[
         float, typer.Option("--wait", min=0, metavar="MS", help="How long the first image of a batch waits for others.")
     ] = DEFAULTS.wait_ms,
-    queue: Annotated[int, typer.Option(min=1, metavar="N", help="Most requests inside, and images that wait.")] = (
-        DEFAULTS.queue
-    ),
+    queue: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most requests, and most images, inside the server.")
+    ] = (DEFAULTS.queue),
     images: Annotated[int, typer.Option(min=1, metavar="N", help="Most images in one request.")] = DEFAULTS.images,
     megabytes: Annotated[float, typer.Option("--max-mb", metavar="MB", help="Largest body of a request.")] = (
         DEFAULTS.megabytes

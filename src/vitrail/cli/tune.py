@@ -68,7 +68,7 @@ def tune(
     """
     with command():
         check_writable(out, "--out")
-        with console.err.status(f"Loading {model}"):
+        with console.status(f"Loading {model}"):
             loaded = load(model, "tune", random=random_weights, size=size, device=device)
         with console.bars() as progress:
             found = find_setting(

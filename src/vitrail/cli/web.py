@@ -103,21 +103,16 @@ def _serve(loaded: list[Loaded], host: str, port: int, opens: bool) -> None:
 def _views(loaded: Loaded, **more: Any) -> Any:
     from vitrail.web.model_views import ModelViews
 
-    return ModelViews(
-        loaded.name, loaded.model.eval(), loaded.spec, loaded.layout, loaded.device, loaded.questions, **more
-    )
+    questions = tuple(one for one in loaded.questions if one.kind == "classification")
+    return ModelViews(loaded.name, loaded.model.eval(), loaded.spec, loaded.layout, loaded.device, questions, **more)
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; raise for a port that is in use."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(128)
+        return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise InvalidOption(
             f"cannot listen on {host}, port {port} ({error.strerror or error}); choose another with --port, or --port 0"
         ) from error
-    return made

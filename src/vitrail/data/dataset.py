@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail._arguments import checked
 from vitrail._checks import as_tuple, check_int, check_rank, check_share, is_int
 from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
@@ -44,6 +46,9 @@ TAKES = {"video": "video clips", "audio": "sounds", "array": "arrays"}
 
 FINGERPRINT_SAMPLES = 8
 """Number of arrays whose values go into a fingerprint."""
+
+MAX_FILES, FILES_READ, BYTES_READ = 10_000, 32, 2**18
+"""Of how many files the sizes go into a fingerprint, of how many among these the bytes, and how many bytes."""
 
 Decode = Callable[[], Tensor]
 
@@ -175,6 +180,11 @@ class Dataset:
         return self._source.tensor_spec
 
     @property
+    def noun(self) -> str:
+        """What samples are called: images, video clips or sounds."""
+        return {"video": "video clips", "audio": "sounds"}.get(self.modality, "images")
+
+    @property
     def modality(self) -> str:
         """What samples are: ``image``, ``video``, ``audio`` or ``array``."""
         return self._source.modality
@@ -302,7 +312,8 @@ class Dataset:
         if ready:
             yield _collate(ready)
         if not any_read and world_size == 1:
-            raise ImageError(f"none of the {counted(len(indices), 'image')} could be read. The first: {reason}")
+            number = counted(len(indices), self.noun.removesuffix("s"))
+            raise ImageError(f"none of the {number} could be read. The first: {reason}")
 
     def _prepare(self, index: int, spec: InputSpec) -> Batch:
         """Read one sample as a batch, preprocessed; the original, which may be large, is gone."""
@@ -376,16 +387,27 @@ class Dataset:
         return self if share == 1 else self.select(self._stratified(max(round(share * len(self)), 1), seed))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return class counts and a digest of all labels in order; for arrays, of a few samples' values as well.
+        """Return class counts and digests of all labels in order, of the files, and of a few arrays' values.
 
-        A resumed run compares it. Names and paths are left out: data may move. Images, clips and sounds are left out,
-        too: seeking in some files is slow, and decoders differ in single bits from machine to machine.
+        A resumed run compares it. Names and paths are left out: data may move. Of files, the sizes and the bytes of a
+        few count, not what they decode to: decoders differ in single bits from machine to machine.
         """
         found: dict[str, Any] = {"counts": self.class_counts, "labels": _digest([self.labels])}
         if self.modality == "array":
             indices = torch.linspace(0, len(self) - 1, FINGERPRINT_SAMPLES).long().unique()
             found["values"] = _digest(self.tensor(index, 1) for index in indices.tolist())
+        files = _spread(self._source.files(self._rows), MAX_FILES)
+        if files:
+            found["files"] = _digest_files(files)
         return found
+
+    def stamp(self) -> dict[Path, tuple[int, int]]:
+        """Return size and time of change of the files, or of many of them, for `changed_since`."""
+        return {path: _stamp(path) for path in _spread(self._source.files(self._rows), MAX_FILES)}
+
+    def changed_since(self, stamp: Mapping[Path, tuple[int, int]]) -> list[str]:
+        """Return the names of the files that were changed or removed since `stamp`."""
+        return [path.name for path, known in stamp.items() if _stamp(path) != known]
 
     def _stratified(self, count: int, seed: int) -> list[int]:
         """Choose indices at equal distances from a list of all samples, sorted by class and shuffled within."""
@@ -439,6 +461,7 @@ class Dataset:
         return Labels(self.labels[:, self._columns()[column][1]][:, 0].long().tolist(), self.classes[column])
 
 
+@checked
 def open_dataset(
     source: Any = None,
     *,
@@ -531,6 +554,8 @@ def fingerprint_difference(
         return "the samples have other classes than before, or another order"
     if before.get("values") != now.get("values"):
         return "the samples have other values than before"
+    if "files" in before and before["files"] != now.get("files"):
+        return "the files have other contents than before"
     return None
 
 
@@ -572,6 +597,8 @@ def _labeled(
         return dataset  # without labels: what is there is no class
     table = torch.cat([part.float() for part in parts] if targets else parts, 1)
     dataset_with = dataset._with(labels=table, classes=found, targets=targets)
+    if dataset_with.is_dense != dataset.is_dense and dataset._cache is not None:
+        dataset_with = dataset_with._with(cache={})  # what is kept has no masks, or has them
     rows = complete.nonzero()[:, 0]
     if not required:
         return dataset_with if targets or (table >= 0).any() else dataset
@@ -671,4 +698,29 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def _spread(files: Sequence[Path], most: int) -> list[Path]:
+    """Return files at equal distances, at most so many."""
+    if len(files) <= most:
+        return list(files)
+    return [files[number * len(files) // most] for number in range(most)]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return size and time of change of a file; of none where it cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def _digest_files(files: Sequence[Path]) -> str:
+    """Digest the sizes of files, and the first bytes of some of them."""
+    found = hashlib.sha256(",".join(str(_stamp(path)[0]) for path in files).encode())
+    for path in _spread(files, FILES_READ):
+        with suppress(OSError), path.open("rb") as file:
+            found.update(file.read(BYTES_READ))
     return found.hexdigest()[:16]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
@@ -16,10 +17,16 @@ import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from vitrail._arguments import checked
+from vitrail._atomic_files import resolved
+from vitrail._checks import as_path, shown
 from vitrail.errors import ImageError, ImageTooLarge, InvalidOption
 
 MAX_PIXELS = 100_000_000
 """Larger images are refused before they are decoded; a small file can unpack to gigabytes."""
+
+LARGE = 50_000_000
+"""Images that take more bytes are decoded one at a time: threads that read ahead would multiply their memory."""
 
 EXTENSIONS = frozenset(
     {
@@ -35,7 +42,7 @@ _EXPECTED = "expected an image file such as JPEG, PNG, WebP, TIFF, GIF or BMP"
 
 _CMS: Any = ImageCms  # Pillow's types for it differ between its versions
 
-SCALED_MARGIN = 2
+SCALED_MARGIN = 3
 """A scaled JPEG keeps this many times the height and width that it is resized to."""
 
 _scaled_to: ContextVar[tuple[int, int] | None] = ContextVar("scaled_to", default=None)
@@ -59,12 +66,12 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         >>> read_image(samples()["chelsea"]).size
         (451, 300)
     """
-    return decode_image(Path(path), path)
+    return decode_image(as_path("path", path), path)
 
 
 def decode_image(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an image file or its bytes, as :func:`read_image` does; ``name`` is used in errors."""
-    with _opened(source, name, max_pixels) as image:
+    with _opened(source, name, max_pixels) as image, _alone_if_large(image):
         size = _scaled_to.get()
         if size is not None:
             image.draft(None, (SCALED_MARGIN * size[1], SCALED_MARGIN * size[0]))
@@ -76,8 +83,9 @@ def decode_image(source: Path | bytes, name: str | os.PathLike[str], max_pixels:
 def scaled_decoding(size: tuple[int, int] | None) -> Iterator[None]:
     """Decode JPEGs at 1/2, 1/4 or 1/8 of their size inside a ``with`` block, where they are then resized to a size.
 
-    The decoded image keeps at least twice the height and width, on either side for images that EXIF turns; resized
-    with antialiasing, it differs from the whole image's by about one step of 255. Other formats decode as always.
+    The decoded image keeps at least three times the larger of height and width. Resized with antialiasing, it differs
+    from the whole image's by a mean of about one step of 255, more at hard edges; docs/embedding.md has figures. Other
+    formats decode as always.
     """
     token = _scaled_to.set(None if size is None else (max(size), max(size)))
     try:
@@ -91,7 +99,7 @@ def decode_values(data: bytes, name: str) -> np.ndarray:
 
     Palette images give their indices, color images the largest channel; nothing is rotated or scaled.
     """
-    with _opened(data, name) as image:
+    with _opened(data, name) as image, _alone_if_large(image):
         image.load()
         values = np.asarray(image)
     if values.ndim == 3:
@@ -104,7 +112,7 @@ def check_image(path: str | os.PathLike[str]) -> int:
 
     Much faster than decoding; some damage shows only when every pixel is decoded.
     """
-    path = Path(path)
+    path = as_path("path", path)
     with _opened(path, path) as image:
         try:  # further images in a photograph (MPO: a preview, a depth map) do not count
             frames = int(getattr(image, "n_frames", 1)) if image.format != "MPO" else 1
@@ -122,6 +130,7 @@ TEXT = {".txt", ".json", ".jsonl", ".yaml", ".yml", ".xml", ".html", ".md"}
 """Endings of files that are named by mistake instead of images; their content is not looked at."""
 
 
+@checked
 def find_images(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     extensions: Collection[str] = EXTENSIONS,
@@ -132,7 +141,10 @@ def find_images(
     In folders only files with a known extension count, and hidden files and folders are skipped. A file that is
     reached twice is listed once. No images at all are an ``ImageError``. Other ``extensions`` find other files.
     """
-    given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    if not isinstance(paths, str | os.PathLike | list | tuple | set | frozenset | Iterator):
+        raise InvalidOption(f"paths={shown(paths)}: expected a path, or a list of paths")
+    several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    given = [as_path("path", path) for path in several]
     found: dict[Path, Path] = {}
     for path in given:
         if not path.exists():
@@ -143,7 +155,7 @@ def find_images(
                 "parquet file or dataset with the labels beside them"
             )
         for file in _files_under(path, extensions) if path.is_dir() else [path]:
-            found.setdefault(file.resolve(), file)
+            found.setdefault(resolved(file), file)
     if not found:
         where = ", ".join(str(path) for path in given) or "nothing"
         raise ImageError(
@@ -200,6 +212,8 @@ def center_crop(
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert any PIL image to RGB: 16-bit gray scaled, transparency composed onto white."""
+    if not isinstance(image, Image.Image):
+        raise InvalidOption(f"image={shown(image)}: expected a PIL image")
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     image = _to_8_bits(image)
@@ -232,18 +246,27 @@ def as_image(value: Any, name: str) -> Image.Image:
     )
 
 
+_ROWS = 2**22
+"""Values that are scaled to 8 bits at once: double precision takes eight bytes for each."""
+
+
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale deep gray images to 8 bits: integers from 16 bits, floats from 0 … 1."""
+    """Scale deep gray images to 8 bits: integers from 16 bits, floats from 0 … 1; some rows at a time."""
     if image.mode not in ("F", "I") and not image.mode.startswith("I;16"):
         return image
-    values = np.asarray(image, dtype=np.float64)
+    stored = np.asarray(image)
     top = 1.0 if image.mode == "F" else 65535.0
-    if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= top):
+    low, high = float(stored.min()), float(stored.max())  # NaN spreads to both
+    if not (low >= 0 and high <= top):
         raise ImageError(
-            f"values from {values.min():g} to {values.max():g}; expected 0 (black) to {top:g} (white). Export the "
-            "image with 8 or 16 bits"
+            f"values from {low:g} to {high:g}; expected 0 (black) to {top:g} (white). Export the image with 8 or 16 "
+            "bits"
         )
-    made = Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))
+    scaled, step = np.empty(stored.shape, np.uint8), max(1, _ROWS // max(1, stored.shape[1]))
+    for start in range(0, len(stored), step):
+        rows = stored[start : start + step].astype(np.float64)
+        scaled[start : start + step] = np.rint(rows * (255 / top))
+    made = Image.fromarray(scaled)
     made.info |= {name: value for name, value in image.info.items() if name == "icc_profile"}
     return made
 
@@ -314,6 +337,8 @@ def _opened(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int 
             width, height = image.size
             if width * height > max_pixels:
                 raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels", max_pixels)
+            if (size := width * height * _bytes_per_pixel(image)) > 4 * max_pixels:
+                raise _too_large(name, f"{width} × {height}, {size / 1e6:.0f} MB once decoded", max_pixels)
             if width * height == 0:
                 raise ImageError(f"{name}: the image has no pixels ({width} × {height}); export it again")
             try:
@@ -324,6 +349,25 @@ def _opened(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int 
                 raise ImageError(
                     f"{name}: the image is damaged or cut off ({_reason(error)}); fetch or export it again"
                 ) from error
+
+
+_decoding = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a worker forked while another thread decodes must not wait for that thread
+    os.register_at_fork(after_in_child=_decoding._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def _alone_if_large(image: Image.Image) -> AbstractContextManager[Any]:
+    """Return a context that only one thread enters, if an image takes much memory."""
+    large = image.width * image.height * _bytes_per_pixel(image) > LARGE
+    return _decoding if large else nullcontext()
+
+
+def _bytes_per_pixel(image: Image.Image) -> int:
+    """Return the bytes that Pillow takes for a pixel of an image."""
+    deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
+    if deep:  # read as 16 or 32 bits, and scaled to 8 in double precision
+        return 4 if image.mode in ("I", "F") else 2
+    return 1 if image.mode in ("1", "L", "P") else 4
 
 
 def _check_file(path: Path) -> None:

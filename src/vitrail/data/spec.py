@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitrail._checks import check
+from vitrail._arguments import checked
+from vitrail._checks import check, shown
 from vitrail.data.sampling import DEFAULTS, FrameSampling, Spectrogram
-from vitrail.errors import UnsupportedInput
+from vitrail.errors import InvalidOption, UnsupportedInput
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -126,6 +127,7 @@ class InputSpec:
         return values.permute(0, *(axes.index(axis) + 1 for axis in plain))
 
 
+@checked
 def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:
     """Convert images to one batch for a model, (B, 3, H, W) in float32.
 
@@ -141,6 +143,9 @@ def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:
     from PIL import Image
 
     from vitrail.data.decode import as_rgb
+
+    if not isinstance(images, list | tuple):
+        raise InvalidOption(f"images={shown(images)}: expected a list of PIL images")
 
     if isinstance(images, Image.Image):
         images = [images]

@@ -152,11 +152,15 @@ class Clip(Recording):
         if not count and stream.duration:
             count = round(stream.duration * stream.time_base * rate)
         if not count:  # no header says: count the packets, without decoding them
-            times = [packet.pts for packet in container.demux(stream) if packet.size]
-            count = len(times)
-            known = [time for time in times if time is not None]
-            if len(known) > 1 and max(known) > min(known):
-                rate = Fraction(len(known) - 1) / ((max(known) - min(known)) * stream.time_base)
+            known, first, last = 0, None, 0
+            for packet in container.demux(stream):
+                count += bool(packet.size)
+                if packet.size and packet.pts is not None:
+                    known += 1
+                    first = packet.pts if first is None else min(first, packet.pts)
+                    last = max(last, packet.pts)
+            if first is not None and known > 1 and last > first:
+                rate = Fraction(known - 1) / ((last - first) * stream.time_base)
             container.seek(0)
         if not count:
             raise MediaError(f"{self.name}: the {self.noun} has no frames; export it again")

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail._arguments import checked
 from vitrail.data.decode import as_rgb
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -18,6 +19,7 @@ LEAD_COLOR = (22, 20, 24)
 _STRIP = 256  # rows painted at a time, to bound memory for large images
 
 
+@checked
 def stained_glass(image: Image.Image, groups: Any, *, lead: float | None = None) -> Image.Image:
     """Paint an image as stained glass at its own resolution.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
+from vitrail._arguments import checked
 from vitrail._checks import check_int
 from vitrail.data.decode import as_rgb
 from vitrail.errors import InvalidOption
@@ -14,6 +15,7 @@ PAPER = (18, 17, 20)
 INK = (214, 210, 204)
 
 
+@checked
 def contact_sheet(
     images: Sequence[Image.Image],
     captions: Sequence[str] = (),

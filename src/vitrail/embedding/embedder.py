@@ -206,7 +206,7 @@ class Embedder(Core):
         with torch.inference_mode(), taking(found, torch.empty(1, *self.spec.shape)):
             example = self._features(torch.zeros(1, *self.spec.shape).to(next(model.parameters())))
         self.columns = tuple(Column(name, tuple(value.shape[1:]), dtype) for name, value in example.items())
-        if batch is not None and self.device.type == "cuda":
+        if batch is not None:  # on a CPU, what capture returns runs the model itself
             with suppress(UnsupportedModel, UnsupportedInput):  # where images decide about lengths
                 self._features = capture(self._features.eval(), batch, [self.spec.shape])
 

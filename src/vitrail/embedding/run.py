@@ -121,8 +121,8 @@ def embed(
         precision: ``float32``, ``float16`` or ``bfloat16``: how the model computes; by default in its own.
         size: height and width of inputs; by default the model's.
         fit: ``crop`` the center of images to the input's shape, as in training, or ``stretch`` whole images to it.
-        exact_decoding: decode JPEGs at full size. By default they are decoded at 1/2, 1/4 or 1/8 where at least twice
-            the input's size is left.
+        exact_decoding: decode JPEGs at full size. By default they are decoded at 1/2, 1/4 or 1/8 where at least three
+            times the input's size is left.
         batch, workers: batch size, and threads (or processes, for a GPU) that decode; chosen by default.
         limit: most samples, spread evenly.
         overwrite: replace a result of other settings.

@@ -189,6 +189,13 @@ def open_storage(path: str | Path) -> Storage:
     return RemoteStorage(text) if is_remote(text) else LocalStorage(Path(text).expanduser())
 
 
+def absolute(path: str) -> str:
+    """Return a path that means the same in other processes; a ``/`` behind it stays."""
+    if is_remote(path):
+        return path
+    return str(Path(path).expanduser().absolute()) + ("/" if path.endswith("/") else "")
+
+
 def split(path: str | Path) -> tuple[Storage, str]:
     """Return the directory that a file is in, and the file's name."""
     parent, slash, name = str(path).rstrip("/").rpartition("/")

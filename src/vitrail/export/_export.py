@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
+from vitrail._arguments import checked
 from vitrail._atomic_files import rename_all
-from vitrail._checks import is_int, is_number
+from vitrail._checks import as_path, is_int, is_number
 from vitrail.adapters import input_spec
 from vitrail.adapters.registry import declared_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
 from vitrail.export._trace import PlainModel, explained, trace
 from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
 from vitrail.export.formats import INPUT, find_format
-from vitrail.runtime.checks import refuse_meta
+from vitrail.runtime.checks import merged_trunk, refuse_meta, refuse_windowed
 from vitrail.surgery import Merging
 
 Batch = int | Literal["dynamic"]
@@ -69,6 +70,7 @@ class ExportResult:
         return sum(file.stat().st_size for file in self.files)
 
 
+@checked
 @torch.no_grad()
 def export(
     model: nn.Module,
@@ -103,7 +105,8 @@ def export(
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
-    path, kind = Path(path), find_format(path, format)
+    path = as_path("path", path)
+    kind = find_format(path, format)
     if batch != "dynamic" and not is_int(batch, 1):
         raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
     model = _prepare(model, dtype)
@@ -195,6 +198,9 @@ def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             f"{len(training)} modules are in training mode ({training[0]}, for example); call model.eval() first"
         )
     refuse_meta(model)
+    merging = Merging.of(model) if merged_trunk(model) is not None else None
+    if merging is not None:
+        refuse_windowed(merging.found, "export of the merged model")
     values = [*model.parameters(), *model.buffers()]
     own = next((value.dtype for value in values if value.is_floating_point()), torch.float32)
     if (dtype or own) not in TOLERANCES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -173,8 +174,10 @@ class Pt2:
         path: Path,
         opset: int | None,
     ) -> None:
+        memory = io.BytesIO()  # torch's own writer ends the process where a disk is full
         with explained("torch cannot save this program"), quiet():
-            torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
+            torch.export.save(program, memory, extra_files={METADATA: json.dumps(metadata)})
+        path.write_bytes(memory.getbuffer())
 
     def load(self, path: Path, outputs: Sequence[str]) -> Pt2File:
         with explained("torch cannot load the exported program"), quiet():

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.kernels import ops
-from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
-from vitrail.merging.attention import key_bias
+from vitrail.merging import Assignment, Context, Method, Reduction
+from vitrail.merging.attention import key_bias, proportional_attention
 from vitrail.merging.bipartite import Matcher, Order, Pairs, Protected
 from vitrail.merging.method import check_reduction
 

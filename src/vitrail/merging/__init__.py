@@ -8,9 +8,9 @@ Schedule, Room, Solution        how many tokens merge in each layer
 match, proportional_attention   bipartite matching; attention that counts a token of size s as s tokens
 """
 
+from vitrail._arguments import fitting
+from vitrail.merging import attention, bipartite
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.attention import proportional_attention
-from vitrail.merging.bipartite import match
 from vitrail.merging.features import FEATURES
 from vitrail.merging.method import (
     METHODS,
@@ -25,6 +25,9 @@ from vitrail.merging.method import (
 from vitrail.merging.methods import Prune, Random, ToMe
 from vitrail.merging.schedule import Room, Schedule, Solution
 from vitrail.merging.state import MergeState
+
+match = fitting(bipartite.match)
+proportional_attention = fitting(attention.proportional_attention)
 
 __all__ = [
     "FEATURES",

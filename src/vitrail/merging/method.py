@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import shown
 from vitrail.errors import InvalidOption
 from vitrail.merging.assignment import Assignment
 from vitrail.merging.bipartite import REFERENCE, Matcher, Protected, protected_mask
@@ -403,7 +404,7 @@ def as_method(method: str | Mapping[str, Any] | Method) -> Method:
     if not isinstance(name, str) or name not in METHODS:
         raise InvalidOption(
             f"method is one of {', '.join(sorted(METHODS))}, a dict with a name and options, or an instance of "
-            f"vitrail.Method; got {method!r}"
+            f"vitrail.Method; got {shown(method)}"
         )
     try:
         return _check_reduces(METHODS[name](**options))

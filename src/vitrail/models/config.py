@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any, Literal, get_args
 
-from vitrail._checks import is_int, is_number
+from vitrail._checks import is_int, is_number, shown
 from vitrail.errors import InvalidOption
 from vitrail.heads.by_role import Fuse, Pool
 from vitrail.tokens import Role, TokenSpec, check_specs
@@ -29,7 +30,14 @@ _CHOICES = {
     "final_norm": FinalNorm,
     "dense_head": DenseKind,
 }
-_INTEGERS = {"in_chans": 1, "width": 1, "depth": 1, "heads": 1, "num_classes": 0, "class_attention": 0, "dense": 0}
+_INTEGERS = {
+    "in_chans": (1, 2**16), "width": (1, 2**20), "depth": (1, 2**12), "heads": (1, 2**20),
+    "num_classes": (0, 10**8), "class_attention": (0, 2**12), "dense": (0, 10**8),
+}  # fmt: skip
+"""Smallest and largest values; without limits a single number in a file could ask for all memory."""
+_MAX_SIDE = 2**20
+MAX_PARAMETERS = 10**11
+"""Configurations of larger models are refused before anything is allocated."""
 _RATES = ("drop_path", "dropout", "attention_dropout", "patch_drop")
 _FLAGS = ("qkv_bias", "proj_bias", "qk_norm", "talking_heads", "pre_norm", "drop_path_uniform")
 _TIMM = {
@@ -114,12 +122,15 @@ class ViTConfig:
                 f"half of it; got {patch} and {self.width}"
             )
         self._check_tokens()
+        self._check_memory()
 
     def _check_values(self) -> None:
-        for name, low in _INTEGERS.items():
-            self._expect(name, is_int(getattr(self, name), low), f"an integer, {low} or more")
+        for name, (low, high) in _INTEGERS.items():
+            self._expect(name, is_int(getattr(self, name), low, high), f"an integer from {low} to {high}")
         for name, literal in _CHOICES.items():
-            self._expect(name, getattr(self, name) in get_args(literal), f"one of {', '.join(get_args(literal))}")
+            value = getattr(self, name)
+            right = isinstance(value, str) and value in get_args(literal)
+            self._expect(name, right, f"one of {', '.join(get_args(literal))}")
         for name in _FLAGS:
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         for name in _RATES:
@@ -128,6 +139,7 @@ class ViTConfig:
         for name in ("mlp_ratio", "norm_eps", *(["layer_scale"] if self.layer_scale is not None else [])):
             value = getattr(self, name)
             self._expect(name, is_number(value) and value > 0, "a number greater than 0")
+        self._expect("mlp_ratio", self.mlp_ratio <= 1000, "a number of at most 1000")
         self._expect("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
         self._expect("mlp_ratio", self.hidden >= 1, f"at least one hidden channel, so 1/{self.width} or more")
         even = self.mlp == "gelu" or self.hidden % 2 == 0
@@ -137,6 +149,17 @@ class ViTConfig:
             name, width = ("heads", self.head_width) if self.position == "rotary" else ("width", self.width)
             what = "heads of an even width" if self.position == "rotary" else "an even width"
             self._expect(name, width % 2 == 0 and width >= needed, f"{what} of {needed} or more for {self.position}")
+
+    def _check_memory(self) -> None:
+        layers = self.depth + self.class_attention
+        count = layers * (4 * self.width**2 + 2 * self.width * self.hidden)
+        count += (prod(self.grid) + sum(spec.count for spec in self.tokens)) * self.width
+        count += self.width * (self.in_chans * prod(self.patch) + self.num_classes)
+        if count > MAX_PARAMETERS:
+            raise InvalidOption(
+                f"a model of width={self.width}, depth={self.depth} for images of {self.image} has {count:.2g} "
+                f"parameters; expected at most {MAX_PARAMETERS:.0e}"
+            )
 
     def _check_tokens(self) -> None:
         self._expect("tokens", isinstance(self.tokens, list | tuple), "a list of TokenSpec objects, in their order")
@@ -168,7 +191,7 @@ class ViTConfig:
 
     def _expect(self, name: str, right: bool, expected: str) -> None:
         if not right:
-            raise InvalidOption(f"{name}={getattr(self, name)!r}; expected {expected}")
+            raise InvalidOption(f"{name}={shown(getattr(self, name))}; expected {expected}")
 
     @property
     def patch(self) -> tuple[int, ...]:
@@ -256,7 +279,7 @@ def _sizes(name: str, value: Any, count: int = 2) -> tuple[int, ...]:
     sides = (value,) * count if isinstance(value, int) else value
     lengths = (2, 3) if name == "patch_size" else (count,)
     right = isinstance(sides, list | tuple) and len(sides) in lengths
-    if not right or not all(is_int(side, 1) for side in sides):
+    if not right or not all(is_int(side, 1, _MAX_SIDE) for side in sides):
         expected = "(height, width), (time, height, width)" if name == "patch_size" else f"{count} numbers"
-        raise InvalidOption(f"{name}={value!r}; expected one integer or {expected}, each 1 or more")
+        raise InvalidOption(f"{name}={value!r}; expected one integer or {expected}, each from 1 to {_MAX_SIDE}")
     return tuple(sides)

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
 
+from vitrail._arguments import checked
 from vitrail.errors import InvalidOption
 from vitrail.models.config import CLASS_TOKEN, DISTILLATION_TOKEN, ViTConfig, check_options, depth_rule
 from vitrail.models.vit import ViT
@@ -52,6 +53,7 @@ MODELS: dict[str, ViTConfig] = {
 """Configurations by name, with the published image sizes."""
 
 
+@checked
 def list_models(pattern: str = "*") -> list[str]:
     """Return the names of models that match a pattern (``"*_patch16"``) or start with it (``"cait"``)."""
     if not isinstance(pattern, str):
@@ -78,6 +80,7 @@ def model_config(name: str, **options: Any) -> ViTConfig:
     return replace(config, **options)
 
 
+@checked
 def create_model(name: str, **options: Any) -> ViT:
     """Build a model by name with random weights, or load one from files.
 

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vitrail._atomic_files import write_bytes
+from vitrail._checks import check_sizes
+from vitrail._reading import read_text
 from vitrail.errors import ModelLoadError
+from vitrail.models.weights_file import read_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LABELS = "labels.json"
@@ -91,21 +94,18 @@ def write_labels(folder: Path, labels: Mapping[str, Any]) -> None:
 
 def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read config and weights from a directory or a repository of the Hugging Face Hub."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     files = {file: find_file(name, file, hub) for file in (CONFIG, WEIGHTS)}
     try:
-        values = json.loads(files[CONFIG].read_text(encoding="utf-8"))
-        states = load(files[WEIGHTS].read_bytes())
-    except (OSError, ValueError, SafetensorError) as error:
+        values = json.loads(read_text(files[CONFIG]))
+        check_sizes(values, str(files[CONFIG]))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"could not read the files of {name}: {error}") from error
     if not isinstance(values, dict) or values.pop("architecture", None) != ARCHITECTURE:
         raise ModelLoadError(
             f"{files[CONFIG]} is not the config of a Vitrail model; expected a JSON object with "
             f'"architecture": "{ARCHITECTURE}", as save_pretrained writes it'
         )
-    return values, states
+    return values, read_tensors(files[WEIGHTS])
 
 
 def push_folder(folder: Path, repository: str, private: bool | None = None, token: Any = None, **options: Any) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from vitrail._arguments import checked
 from vitrail.analysis.result import Result, plain
 from vitrail.errors import InvalidOption
 from vitrail.report import verdict
@@ -44,6 +45,7 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
 """Compared quantities: path in the JSON, name, and whether it is a share."""
 
 
+@checked
 def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[str]) -> Comparison:
     """Compare two reports, given as objects or by their files.
 
@@ -122,8 +124,6 @@ class Comparison(Saved, eq=False):
 
     def to_html(self) -> str:
         """Return the comparison as one page."""
-        caption = "Values measured in at least one report; a dash where one does not have it"
-        table = Table(["", "A", "B", "B − A"], [one.cells() for one in self.differences], caption)
         return render(
             "comparison.html",
             title=f"{self.a.model['name']} and {self.b.model['name']}: artifact tokens",
@@ -132,12 +132,18 @@ class Comparison(Saved, eq=False):
             reports=(self.a, self.b),
             badges=verdict.BADGES,
             remarks=[Note(remark) for remark in self.remarks],
-            sections=[
-                PageSection("differences", "Differences", "", [table]),
-                PageSection("norms", "Token norms", "", [_norm_charts(self.a.norms, self.b.norms)]),
-                PageSection("images", "The same images in both", "", _norm_maps(self.a, self.b)),
-            ],
+            sections=self.page_sections(),
         )
+
+    def page_sections(self) -> list[PageSection]:
+        """Return the sections of the page."""
+        caption = "Values measured in at least one report; a dash where one does not have it"
+        table = Table(["", "A", "B", "B − A"], [one.cells() for one in self.differences], caption)
+        return [
+            PageSection("differences", "Differences", "", [table]),
+            PageSection("norms", "Token norms", "", [_norm_charts(self.a.norms, self.b.norms)]),
+            PageSection("images", "The same images in both", "", _norm_maps(self.a, self.b)),
+        ]
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int
 from vitrail._distributed import rank_and_world_size
 from vitrail.adapters import Found, find
@@ -29,6 +30,7 @@ MAX_NAMED = 100
 """Most skipped images that are listed by name."""
 
 
+@checked
 def inspect(
     model: nn.Module,
     data: Any,

@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from vitrail._atomic_files import temporary_files
+from vitrail._checks import as_path, shown
 from vitrail._deprecation import renamed_property
+from vitrail._reading import read_text
 from vitrail.analysis.result import Result
 from vitrail.errors import ReportError
 from vitrail.report import verdict
@@ -42,7 +44,7 @@ class Saved(Result):
         Returns:
             The paths of the page and of its JSON, or of the JSON alone.
         """
-        file = Path(path)
+        file = as_path("path", path)
         if file.suffix.lower() not in (*PAGES, ".json"):
             raise ReportError(f"cannot save a report as {file}; use the name of a page, like report.html, or a .json")
         texts = {file.with_suffix(".json"): self.to_json()}
@@ -157,19 +159,44 @@ class Report(Saved, eq=False):
 
         return render("report.html", photos=photos(self.images), sections=page_sections(self), **header(self))
 
+    def _repr_html_(self) -> str:
+        from vitrail.report.card import report_card
+
+        return report_card(self)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Load a report from its JSON, or from the JSON beside its page. Pixels and maps are not in it."""
-        file = Path(path)
+        file = as_path("path", path)
         if file.suffix.lower() in PAGES:
             file = file.with_suffix(".json")
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = json.loads(read_text(file))
         except OSError as error:
             raise ReportError(f"{file} could not be read ({error.strerror or error}); give a report's JSON") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ReportError(f"{file} is not JSON ({error}); give the JSON beside a report's page") from error
-        return cls.from_dict(values, str(file))
+        found = cls.from_dict(values, str(file))
+        found._check_values(str(file))
+        return found
+
+    def _check_values(self, where: str) -> None:
+        """Raise if the values are not those of a report: everything that is derived from them is computed once."""
+        from vitrail.report.comparison import compare
+        from vitrail.report.sections import page_sections
+        from vitrail.report.sections.summary import header
+
+        try:
+            self.to_json()
+            header(self)
+            page_sections(self)
+            both = compare(self, self)
+            both.to_json()
+            both.page_sections()
+        except Exception as error:  # whatever wrong values lead to
+            raise ReportError(
+                f"{where} is damaged ({type(error).__name__}: {shown(error)}). Inspect the model again"
+            ) from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "the values") -> Report:
@@ -184,7 +211,7 @@ class Report(Saved, eq=False):
             raise ReportError(f"{where} is not a report of format {FORMAT}: {problem}. Inspect the model again")
         try:
             shown = [ShownImage.from_dict(one) for one in values.get("images", [])]
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ReportError(f"{where} has damaged images ({error}). Inspect the model again") from error
         sections = {key: values.get(key, {"note": "not part of this report"}) for key in section_keys()}
         return cls(**{name: values[name] for name in names}, sections=sections, images=shown)

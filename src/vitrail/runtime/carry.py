@@ -118,6 +118,11 @@ def _receive(mine: BlockPlan, x: Tensor) -> Carried:
 
 def _begin(mine: BlockPlan, x: Tensor) -> Carried:
     """Start a pass, with what the model's entry point left, or without where blocks are called by themselves."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
+        raise UnsupportedInput(
+            "a merged model does not run under torch.vmap, as every image merges tokens of its own; call the model "
+            "with the whole batch instead, or remove the merging first"
+        )
     plan, entered = mine.plan, current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
         if mine.parts.biased or mine.parts.rotates:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import NotApplied
+from vitrail.adapters.forward_pass import is_running
+from vitrail.errors import BrokenPass, NotApplied
 from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding, has_own_forward
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
@@ -87,7 +88,12 @@ def _attach(trunk: nn.Module, name: str, part: nn.Module | None) -> None:
 
 
 def uninstall(found: Found) -> None:
-    """Restore a model exactly as it was."""
+    """Restore a model exactly as it was; raise while a pass runs, which would go on with other blocks."""
+    if is_running(found.trunk):
+        raise BrokenPass(
+            "the model is running, in a hook's pass or in another thread, and its change cannot be removed meanwhile: "
+            "the rest of the pass would run unchanged on changed tokens. Remove it when the pass has ended"
+        )
     convolutions = [part for part in embedding(found) if isinstance(part, PatchProduct)]
     parts = [found.trunk, *found.blocks, *convolutions]
     foreign = [part for part in (*parts, *_shortened(found)) if original_class(part) is None]

@@ -5,7 +5,7 @@ Both are those of ``vitrail predict`` and ``vitrail embed`` for the same image, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from vitrail.embedding.reading import Fit, Preparation
 from vitrail.errors import NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.training.evaluation.outputs import forward_output
+from vitrail.training.objective.targets import Target
 
 
 class Answer(NamedTuple):
@@ -75,12 +76,13 @@ class ServedModel:
         (wanted,) = parse_tokens(found, ())
         self._features, self._column = Features(model, found, [wanted]), wanted.name
         is_classifier = bool(class_names(model)) or found.adapter.num_classes(model, found.trunk) > 0
-        self._call = partial(forward_output, model) if is_classifier else found.trunk
+        self._call: Callable[[Tensor], Any] = partial(forward_output, model) if is_classifier else found.trunk
         example, output = self._run([torch.zeros((3, *self.spec.size), dtype=torch.uint8)])
         outputs = getattr(output, "logits", None)
-        self._targets = ()
+        targets: tuple[Target, ...] = ()
         if is_classifier:
-            self._targets = find_targets(model, None if outputs is None else outputs.shape[1], None)
+            targets = find_targets(model, None if outputs is None else outputs.shape[1], None)
+        self._targets = tuple(one for one in targets if one.kind in ("classification", "multilabel"))
         self.classes = {target.name: target.classes for target in self._targets}
         self.width = example.shape[1]
 
@@ -93,8 +95,8 @@ class ServedModel:
         embeddings, output = self._run(images)
         columns: dict[str, Tensor] = {}
         for target in self._targets:
-            logits = output.logits if target.own else output.by_role[target.name]
-            columns[target.name] = target.read(logits).float().softmax(1).cpu()
+            scores = target.prediction(output).float()
+            columns[target.name] = (scores.sigmoid() if target.kind == "multilabel" else scores.softmax(1)).cpu()
         rows = embeddings.float().cpu()
         return [Answer({name: scores[i] for name, scores in columns.items()}, rows[i]) for i in range(len(images))]
 

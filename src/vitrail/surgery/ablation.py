@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import find
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -33,6 +34,7 @@ Moments = tuple[Tensor, Tensor]
 """Mean and standard deviation (Q, D) over images of Q tokens."""
 
 
+@checked
 def ablate(
     model: nn.Module,
     how: How,

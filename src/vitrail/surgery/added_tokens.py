@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._atomic_files import write_bytes
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import Found, find
@@ -39,6 +40,7 @@ LARGEST_GATE = 20
 """Largest bias that :meth:`AddedTokens.open` takes."""
 
 
+@checked
 def add_tokens(
     model: nn.Module,
     *,

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail.runtime.checks import merged_trunk
 
 
+@checked
 def copy_model(module: nn.Module, share: bool) -> nn.Module:
     """Copy a model, merged or not; with ``share`` the copy uses the same parameter and buffer tensors."""
     shared: Sequence[Tensor] = (*module.parameters(), *module.buffers()) if share else ()

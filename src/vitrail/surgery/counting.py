@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
@@ -41,6 +42,7 @@ class Count:
     flops_per_token: int
 
 
+@checked
 def count(model: nn.Module, size: Any = None) -> Count:
     """Count a supported model, merged or not.
 

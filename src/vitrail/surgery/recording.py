@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
+from vitrail._checks import as_device, shown
 from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.data.batches import Batches, open_batches
@@ -23,6 +25,7 @@ parquet file, a dataset; preprocessed images (B, C, H, W), or videos (B, C, T, H
 or a tuple that starts with one."""
 
 
+@checked
 def record(
     model: nn.Module,
     images: Images,
@@ -59,6 +62,7 @@ def record(
     return join(recordings)
 
 
+@checked
 def stream(
     model: nn.Module,
     images: Images,
@@ -73,8 +77,13 @@ def stream(
 ) -> Iterator[Recording]:
     """Yield a recording of each batch, for datasets that do not fit in memory. Arguments as for `record`."""
 
+    place = None if device is None else as_device("device", device)
+    if call is not None and not (isinstance(call, Mapping) and all(isinstance(name, str) for name in call)):
+        raise InvalidOption(f"call={shown(call)}: expected keyword arguments of the model, a mapping with names")
+
     def keep(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device=device, dtype=dtype) if dtype or device else tensor.detach().clone()
+        changes = dtype is not None or place is not None
+        return tensor.detach().to(device=place, dtype=dtype) if changes else tensor.detach().clone()
 
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidOption(f"dtype must be a floating point dtype such as torch.float16; got {dtype!r}")

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
@@ -43,6 +44,7 @@ MOST_REGISTERS = 1024
 """Most tokens that are appended: each image computes them in every block."""
 
 
+@checked
 def test_time_registers(
     model: nn.Module,
     data: Images = None,
@@ -231,6 +233,7 @@ class RegisterNeurons:
         )
 
 
+@checked
 def find_register_neurons(
     model: nn.Module,
     data: Images,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vitrail._arguments import fitting
 from vitrail._checks import as_tuple, is_int
 from vitrail.errors import InvalidOption
 
@@ -181,6 +182,7 @@ def as_role(role: Any) -> Role:
     return _ROLES[role]
 
 
+@fitting
 def span_names(special: Iterable[TokenSpan]) -> tuple[str, ...]:
     """Return display names of spans: the task, or the role, or the name if several spans share the role.
 
@@ -195,6 +197,7 @@ def span_names(special: Iterable[TokenSpan]) -> tuple[str, ...]:
     )
 
 
+@fitting
 def token_names(special: Iterable[TokenSpan]) -> tuple[str, ...]:
     """Return a display name for each token, numbered from 1 if several share a name.
 

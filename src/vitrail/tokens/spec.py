@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
 from vitrail.errors import InvalidOption
 from vitrail.tokens.layout import Role
@@ -56,7 +57,7 @@ class TokenSpec:
             raise InvalidOption(f"the role of a special token is one of {', '.join(special)}; got {self.role!r}")
         object.__setattr__(self, "role", Role(self.role))
         _check_name(self.name)
-        self.expect("count", is_int(self.count, 1), "an integer, 1 or more")
+        self.expect("count", is_int(self.count, 1, 2**20), f"an integer from 1 to {2**20}")
         self.expect("enters", is_int(self.enters, -1), "an integer, -1 or more")
         self.expect("std", is_number(self.std) and self.std >= 0, "a number, 0 or more")
         self.expect("position", self.position is None or isinstance(self.position, bool), "True, False or None")
@@ -67,11 +68,11 @@ class TokenSpec:
             self.expect("classes", self.classes is None, "None: registers have no head. Use a task token instead")
             self.expect("kind", self.kind == "classification", "the default: registers have no head")
         elif self.role is Role.TASK:
-            self.expect("classes", is_int(self.classes, 1), "the number of outputs of the task, 1 or more")
+            self.expect("classes", is_int(self.classes, 1, 10**8), "the number of outputs of the task, 1 to 10⁸")
         else:
             one = self.role is Role.CLASS or self.count == 1
             self.expect("count", one, "1; add task tokens for further teachers")
-            given = self.classes is None or is_int(self.classes, 0)
+            given = self.classes is None or is_int(self.classes, 0, 10**8)
             self.expect("classes", given, "None (the model's num_classes), or 0 or more")
 
     def expect(self, option: str, right: bool, expected: str) -> None:
@@ -107,6 +108,7 @@ class TokenSpec:
         return cls(**values)
 
 
+@checked
 def check_specs(specs: Iterable[TokenSpec | Mapping[str, Any]]) -> tuple[TokenSpec, ...]:
     """Return specs as a tuple after checking that they can be used together; a spec may be given as a dict."""
     checked = tuple(TokenSpec.from_dict(spec) if isinstance(spec, Mapping) else spec for spec in specs)

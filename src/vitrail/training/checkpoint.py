@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -154,6 +155,7 @@ class Checkpoints:
 
         path = self.path(step)
         if (path / SHARDS).is_dir():
+            _check_metadata(path / SHARDS / ".metadata")
             reader = FileSystemReader(path / SHARDS)
             _check_names(path / SHARDS, set(reader.read_metadata().state_dict_metadata), tensors)
             with warnings.catch_warnings():
@@ -191,6 +193,38 @@ def find_fault(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return _reason(error)
     return None
+
+
+_METADATA = "torch.distributed.checkpoint."
+_PLAIN = {
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Reads what torch writes into the metadata of shards, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module.startswith(_METADATA):
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:  # nothing that the module imports
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _check_metadata(path: Path) -> None:
+    """Raise unless a file holds the metadata of shards alone: torch unpickles it, whatever it holds."""
+    try:
+        with path.open("rb") as file:
+            _MetadataReader(file).load()
+    except Exception as error:  # whatever unpickling raises
+        raise TrainingError(f"{path} is not metadata of a sharded checkpoint: {_reason(error)}") from error
 
 
 def _check_names(path: Path, stored: set[str], tensors: Mapping[str, Tensor]) -> None:

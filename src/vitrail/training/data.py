@@ -181,8 +181,8 @@ def unlabeled_note(name: str, dataset: Dataset) -> str:
     """Return a note on the samples that were skipped because they have no label; empty if there are none."""
     if not dataset.num_unlabeled:
         return ""
-    columns = ", ".join(dataset.classes)
-    return f"{name}: skipped {dataset.num_unlabeled} samples without a label (none, or a negative number) in {columns}."
+    columns, none = ", ".join(dataset.classes), "" if dataset.targets else " (none, or a negative number)"
+    return f"{name}: skipped {dataset.num_unlabeled} samples without a label{none} in {columns}."
 
 
 def _kind(own: TensorSpec | None) -> tuple[tuple[int, ...], bool] | None:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vitrail._arguments import checked
 from vitrail._atomic_files import write_bytes
-from vitrail.errors import InvalidOption, VitrailWarning
+from vitrail.errors import InvalidOption, TrainingError, VitrailWarning
 from vitrail.training.objective.objective import Terms
 
 Kind = Literal["start", "note", "reading", "train", "epoch", "evaluating", "evaluation", "saved"]
@@ -129,10 +130,15 @@ class Log:
             self._board.close()
 
 
+@checked
 def read_log(path: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Return the lines of a log, optionally of one kind (``epoch``, ``evaluation``, ``start`` …), if complete."""
     found = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise TrainingError(f"{path} could not be read ({error.strerror or error}); give a run's log.jsonl") from error
+    for line in text.splitlines():
         with suppress(ValueError):
             found.append(json.loads(line))
     return [line for line in found if isinstance(line, dict) and kind in (None, line.get("kind"))]

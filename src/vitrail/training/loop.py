@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from vitrail.data.augment.views import Views
 from vitrail.data.dataset import Dataset
 from vitrail.data.loading.loader import Loader, make_loader
 from vitrail.data.loading.order import generator, mix
-from vitrail.errors import Diverged
+from vitrail.errors import Diverged, ModelLoadError, TrainingError
+from vitrail.models.saving import CONFIG
 from vitrail.training.checkpoint import Checkpoints
-from vitrail.training.config import Config
+from vitrail.training.config import Config, fixed_options
 from vitrail.training.config.syntax import read_interval
 from vitrail.training.data import prepares, split_masks
 from vitrail.training.distributed import explain_failures, wrap
@@ -33,11 +34,25 @@ from vitrail.training.log import Event, Log, Meter, OnEvent
 from vitrail.training.model import Models
 from vitrail.training.optim.ema import Ema
 from vitrail.training.optim.optimizer import lr_at, make_optimizer, optimizer_tensors
-from vitrail.training.run_directory import BEST, CHECKPOINTS, LAST, LOG, Labels, Run, last_evaluation, write_model
+from vitrail.training.run_directory import (
+    BEST,
+    CHECKPOINTS,
+    LAST,
+    LOG,
+    Labels,
+    Run,
+    forget_previous,
+    last_evaluation,
+    write_model,
+)
 from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention
 
 AUGMENT, MIX, MODEL = 1, 2, 3
 """Random streams of a step, independent of each other."""
+
+
+REMEDY = "Reduce lr or clip, increase warmup_epochs, or use dtype=fp32."
+"""What helps a run that diverges."""
 
 
 class Loop:
@@ -50,8 +65,8 @@ class Loop:
         self.config, self.world, self.models, self.on_event = config, world, models, on_event
         self.folder = config.folder
         schedule = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
-        self.loader = self._open_loader(dataset, "training images", **schedule)
-        self.held_out = None if held is None else self._open_loader(held, "held-out images")
+        self.loader = self._open_loader(dataset, f"training {dataset.noun}", **schedule)
+        self.held_out = None if held is None else self._open_loader(held, f"held-out {dataset.noun}")
         self.classes = dict(self.loader.classes)
         self.dense = dataset.is_dense
         self.fingerprint = dataset.fingerprint()
@@ -78,6 +93,9 @@ class Loop:
         self.evaluation: Evaluation | None = None
         self.seconds = 0.0
         self._unreadable = 0
+        self._finite_at = -1
+        self._stamp, self._noticed = dataset.stamp() if world.is_main else {}, False
+        self._dataset = dataset
         self._evaluation_steps = read_interval(config.evaluate_every, self.per_epoch)
         self._save_steps = read_interval(config.save_every, self.per_epoch)
         self._local_batch = (config.batch_size or 0) // world.world_size
@@ -113,7 +131,7 @@ class Loop:
                     self._set_merging(step // self.per_epoch)
                 self._train_step(step)
                 self._after_step(step + 1, stop)
-            if start == self.total and not self.world.broadcast((self.folder / LAST).is_dir()):
+            if start == self.total and not self.world.broadcast((self.folder / LAST / CONFIG).is_file()):
                 self._set_merging(start // self.per_epoch - 1)
                 self._finish(start)  # interrupted between the last checkpoint and the model
             if stop.wanted:
@@ -182,17 +200,7 @@ class Loop:
     def _check(self, done: int, stop: Stop) -> None:
         """Stop all ranks if a loss is not finite or an interrupt arrived; report progress."""
         found = self.world.all_gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
-        faults = [(*fault, rank) for rank, (fault, *_) in enumerate(found) if fault is not None]
-        if faults:
-            step, terms, rank = min(faults)
-            where = f" on rank {rank}" if self.world.world_size > 1 else ""
-            self.world.fail(
-                Diverged(
-                    f"The loss is not finite since step {step} (epoch {step // self.per_epoch}){where}: "
-                    f"{', '.join(terms)}. The learning rate was {self._lr(step):.3g}. Nothing was saved since. Reduce "
-                    f"lr or clip, increase warmup_epochs, or use dtype=fp32. {self._resume_hint()}"
-                )
-            )
+        self._refuse_divergence([fault for fault, *_ in found])
         wanted, late = (any(each) for each in list(zip(*found, strict=True))[1:])
         if (wanted or late) and done < self.total:
             self._save(done)
@@ -202,6 +210,41 @@ class Loop:
         self.on_event(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
         if done % self.config.log_every == 0:
             self.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
+
+    def _refuse_divergence(self, losses: Sequence[tuple[int, list[str]] | None]) -> None:
+        """Raise on all ranks if a loss was not finite; ``losses`` are the first such step and its terms by rank."""
+        faults = [(*fault, rank) for rank, fault in enumerate(losses) if fault is not None]
+        if faults:
+            step, terms, rank = min(faults)
+            where = f" on rank {rank}" if self.world.world_size > 1 else ""
+            batch = f"epoch {step // self.per_epoch}, batch {step % self.per_epoch}"
+            self.world.fail(
+                Diverged(
+                    f"The loss is not finite since step {step} ({batch}){where}: {', '.join(terms)}. The learning rate "
+                    f"was {self._lr(step):.3g}. Nothing was saved since. {REMEDY} {self._resume_hint()}"
+                )
+            )
+
+    def _refuse_nonfinite(self, done: int) -> None:
+        """Raise on all ranks rather than save weights after ``done`` steps that are not finite.
+
+        A checkpoint replaces an older one, so it must be one to go on from. Called once per step that saves: it reads
+        the weights, as saving does, and synchronizes with the device.
+        """
+        if self._finite_at == done:
+            return
+        found = self.world.all_gather((self.meter.first_nonfinite(), find_nonfinite(self.tensors())))
+        self._refuse_divergence([loss for loss, _ in found])
+        bad = sorted({name for _, names in found for name in names})
+        if bad:
+            self.world.fail(
+                Diverged(
+                    f"{len(bad)} tensors are not finite after step {done - 1} (epoch {(done - 1) // self.per_epoch}), "
+                    f"the first {bad[0]}. The learning rate was {self._lr(done - 1):.3g}. They were not saved. "
+                    f"{REMEDY} {self._resume_hint()}"
+                )
+            )
+        self._finite_at = done
 
     def _end_epoch(self, done: int) -> None:
         means, epoch = self.meter.means(all_reduce), done // self.per_epoch - 1
@@ -217,10 +260,12 @@ class Loop:
         if len(skipped) > self._unreadable:
             self._unreadable = len(skipped)
             self.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
-            self.note(f"Skipped {len(skipped)} unreadable images: {'; '.join(why for _, why in skipped[:3])}")
+            reasons = "; ".join(why for _, why in skipped[:3])
+            self.note(f"Skipped {len(skipped)} unreadable {self.loader.dataset.noun}: {reasons}")
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on the held-out data, and write the model if it is the best so far."""
+        self._refuse_nonfinite(done)
         if self.held_out is None:
             return
         if self.world.device.type == "cuda":
@@ -238,20 +283,33 @@ class Loop:
         self.log.write("evaluation", step=done, epoch=done / self.per_epoch, **values)
         self.on_event(Event("evaluation", done, self.total, values))
         if self.best is None or found.score >= self.best["score"]:
-            self.best = {"score": found.score, "step": done}
-            self._write_model(BEST, done)
+            best = {"score": found.score, "step": done}
+            try:
+                self._write_model(BEST, done)
+            except ModelLoadError as error:  # a full disk, on all ranks: the one before is kept
+                self.note(f"{self.folder / BEST} is not updated: {error}. Training continues; free some disk space")
+            else:
+                self.best = best
 
     # Files
 
     def _finish(self, done: int) -> None:
         """Evaluate, write the model and save. Interrupts are ignored here, so that no run ends without its model."""
         self._evaluate(done)
-        self._write_model(LAST, done)
+        try:
+            self._write_model(LAST, done)
+        except ModelLoadError as error:
+            self._save(done)
+            self.world.fail(
+                TrainingError(f"The run is finished, but its model is not saved: {error}. {self._resume_hint()}")
+            )
         self._save(done)
 
     def _write_model(self, name: str, done: int) -> None:
         write = self._model_writer(done)
-        self.world.run_on_main(lambda: write(self.folder / name))
+        problem = self.world.broadcast(_fault_of(lambda: write(self.folder / name)) if self.world.is_main else None)
+        if problem is not None:
+            raise ModelLoadError(problem)
 
     def _model_writer(self, done: int) -> Callable[[Path], None]:
         """Return a function that writes the model, averaged if there are averages; every rank must call this method."""
@@ -273,6 +331,8 @@ class Loop:
         return lambda folder: write_model(folder, model, states, labels)
 
     def _save(self, done: int) -> None:
+        self._refuse_nonfinite(done)
+        self._notice_changes(done)
         meta = {
             "step": done,
             "processes": self.world.world_size,
@@ -283,11 +343,24 @@ class Loop:
             "examples": self.loader.count,
             "classes": self.classes,
             "data": self.fingerprint,
+            "config": fixed_options(self.config),
         }
         model = None if self.sharded else self._model_writer(done)
         path = self.checkpoints.save(done, self.tensors(), meta, model)
         if path is not None:
+            self.world.run_on_main(lambda: forget_previous(self.folder))
             self.on_event(Event("saved", done, self.total, text=str(path)))
+
+    def _notice_changes(self, done: int) -> None:
+        """Report once if files of the training data were changed, or removed, since the run started."""
+        changed = [] if self._noticed or not self.world.is_main else self._dataset.changed_since(self._stamp)
+        if changed:
+            self._noticed = True
+            self.log.write("changed", step=done, count=len(changed), names=changed[:100])
+            self.note(
+                f"{len(changed)} files of the training data changed while the run used them, such as {changed[0]}: the "
+                "run cannot be repeated, and resuming it may be refused."
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint (not copies) by name."""
@@ -316,3 +389,29 @@ class Loop:
         if not steps:
             return "There is no checkpoint yet."
         return f"Resume with resume=True (--resume) from {self.checkpoints.path(steps[-1])}."
+
+
+@torch.no_grad()
+def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors with a value that is NaN or infinite; of sharded ones, this rank's part counts.
+
+    One reduction and one synchronization in all where everything is finite.
+    """
+    local = {
+        name: value.to_local() if isinstance(value, DTensor) else value.detach()
+        for name, value in tensors.items()
+        if value.is_floating_point() and value.numel()
+    }
+    local = {name: value for name, value in local.items() if value.numel()}
+    if not local or torch.nn.utils.get_total_norm(list(local.values()), math.inf).isfinite():
+        return []
+    return [name for name, value in local.items() if not value.isfinite().all()]
+
+
+def _fault_of(work: Callable[[], object]) -> str | None:
+    """Run a function; return the message of an error in writing a model, or None."""
+    try:
+        work()
+    except (ModelLoadError, OSError) as error:
+        return str(error)
+    return None

@@ -2,6 +2,7 @@
 
     config.yaml                     the resolved options
     log.jsonl                       a line for each start, epoch and evaluation
+    .vitrail-run                    the marker of a run directory
     checkpoints/step-00001234/      what training resumes from; also model directories
     last/, best/                    model directories: after the last step, and at the best evaluation
 
@@ -12,9 +13,10 @@ learns, the method's weights are in ``method.safetensors``.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._atomic_files import directory_lock, write_bytes
 from vitrail.adapters import find
 from vitrail.adapters.registry import declared_spec, library_of, load_model, named_classes, split_name
@@ -39,16 +42,24 @@ from vitrail.analysis.roles import Disagreement
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.data.targets import TargetSpec
-from vitrail.errors import ModelLoadError, TrainingError, UnsupportedModel
+from vitrail.errors import InvalidOption, ModelLoadError, TrainingError, UnsupportedModel
 from vitrail.models.saving import CONFIG
 from vitrail.surgery import Merging
 from vitrail.surgery.merging.trained_methods import save_method, split_states
+from vitrail.training.config import OPTIONS, read_yaml
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
 
 SETTINGS, LOG, CHECKPOINTS = "config.yaml", "log.jsonl", "checkpoints"
 BEST, LAST = "best", "last"
 SHARDS = "shards"
+TENSORBOARD = "tensorboard"
+MARKER = ".vitrail-run"
+"""File that marks a directory as a run: nothing else is ever overwritten."""
+PREVIOUS = ".previous"
+"""Directory of the run that is being overwritten, until the new one has a checkpoint."""
+OWN = (CHECKPOINTS, BEST, LAST, LOG, SETTINGS, TENSORBOARD, MARKER)
+"""What a run writes; the checkpoints move first, and the marker last."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +105,24 @@ class Run:
         return load_trained(self.last)
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a directory holds a run: by its marker, or, of an older version, by its files."""
+    if (folder / MARKER).is_file():
+        return True
+    try:
+        known = set(read_yaml(folder / SETTINGS)) <= set(OPTIONS)
+    except InvalidOption:
+        return False
+    return known and (folder / CHECKPOINTS).is_dir()
+
+
 def check_free(folder: Path, *, overwrite: bool) -> None:
     """Raise if a directory is not empty, unless it holds a run that may be overwritten."""
-    is_run = (folder / SETTINGS).is_file()
-    taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if taken and not is_run:
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:  # a symlink loop, no permission, a name that is too long
+        raise _cannot_write(folder, error) from error
+    if taken and not is_run(folder) and not (folder / PREVIOUS / MARKER).is_file():
         raise TrainingError(
             f"{folder} is not empty and not a run directory; nothing was changed. Choose another one, out= (-o)"
         )
@@ -110,26 +134,71 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
 
 
 def claim(folder: Path, until: ExitStack, *, resume: bool, overwrite: bool) -> None:
-    """Create the run directory if needed, and lock it until the stack closes; remove a run that is overwritten."""
+    """Create the run directory if needed, and lock it until the stack closes.
+
+    A run that is overwritten moves aside; it comes back if this one ends without a checkpoint. Other files stay.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         until.enter_context(directory_lock(folder))
+        _bring_back(folder)
         if resume:
             return
         check_free(folder, overwrite=overwrite)
-        for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (LOG, SETTINGS):
-            (folder / name).unlink(missing_ok=True)
-        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        aside = folder / PREVIOUS
+        until.callback(_bring_back, folder)
+        present = [name for name in OWN if os.path.lexists(folder / name)]
+        if present:
+            aside.mkdir()
+            for name in present:
+                (folder / name).rename(aside / name)
+        (folder / MARKER).touch()  # first, and at once: a run that is killed here is one that can be overwritten
+        (folder / CHECKPOINTS).mkdir()
     except BlockingIOError as error:
         raise TrainingError(
             f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
         ) from error
     except OSError as error:
-        raise TrainingError(
-            f"cannot write to {folder} ({error.strerror or error}); choose another directory, out= (-o)"
-        ) from error
+        raise _cannot_write(folder, error) from error
+
+
+def recover(folder: Path) -> None:
+    """Bring back a run that was to be overwritten by one that was killed before its first checkpoint."""
+    if (folder / PREVIOUS).is_dir():
+        with suppress(OSError), directory_lock(folder):  # locked: the new run is at work
+            _bring_back(folder)
+
+
+def forget_previous(folder: Path) -> None:
+    """Delete the run that was overwritten: the new one has a checkpoint."""
+    shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
+
+
+def _bring_back(folder: Path) -> None:
+    aside = folder / PREVIOUS
+    if not aside.is_dir():
+        return
+    if any((folder / CHECKPOINTS).glob("step-*")):
+        forget_previous(folder)
+        return
+    for name in OWN:
+        if (aside / name).exists():
+            _remove(folder / name)
+            (aside / name).rename(folder / name)
+        elif name in (LOG, SETTINGS, TENSORBOARD):
+            _remove(folder / name)  # of the new run
+    aside.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _cannot_write(folder: Path, error: OSError) -> TrainingError:
+    return TrainingError(f"cannot write to {folder} ({error.strerror or error}); choose another directory, out= (-o)")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -157,6 +226,7 @@ def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], la
     library_of(labels.architecture).save(folder, model, own, labels.architecture, values)
 
 
+@checked
 def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     """Return a trained model in evaluation mode and its metadata, from a model or run directory or by name.
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from vitrail._distributed import World, distributed
+from vitrail._checks import check_callable, check_flag, is_number, shown
+from vitrail._distributed import TIMEOUT, World, distributed
 from vitrail.data.dataset import fingerprint_difference
 from vitrail.errors import InvalidOption, TrainingError
-from vitrail.training.config import OPTIONS, Config, read_yaml
+from vitrail.training.config import OPTIONS, Config, fixed_options, read_yaml
 from vitrail.training.data import data_notes, open_data
 from vitrail.training.log import Event, OnEvent, tensorboard_writer
 from vitrail.training.loop import Loop
 from vitrail.training.model import Models, make_models
-from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, write_text
+from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, recover, write_text
 
 SUFFIXES = {"multilabel": ", several at once", "dense": " of pixels"}
 """What is said of classes that are not one for each image."""
@@ -54,15 +57,25 @@ def train(
         warnings.warn("train(tell=…) is deprecated; use on_event", DeprecationWarning, stacklevel=2)
         on_event = options.pop("tell")
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
-        raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
+        raise InvalidOption(f"seconds={shown(seconds)}: expected a number above 0, or None for no time limit")
     until = math.inf if seconds is None else time.monotonic() + seconds
     if resume and overwrite:
         raise InvalidOption("resume continues a run and overwrite replaces it; give one of them")
+    for name, value in (("resume", resume), ("overwrite", overwrite)):
+        check_flag(name, value)
+    check_callable("on_event", on_event)
+    if config is not None and not isinstance(config, Config):
+        raise InvalidOption(
+            f"config={shown(config)}: expected a vitrail.training.Config; give options by name, data= first, or those "
+            "of a YAML file by Config.from_yaml"
+        )
     if config is not None:
         default = Config(data=config.data)
         changed = {name: getattr(config, name) for name in OPTIONS if getattr(config, name) != getattr(default, name)}
         options = {"data": config.data, **changed, **options}
-    with distributed(options.get("device")) as world, ExitStack() as stack:
+    minutes = options.get("patience")
+    patience = timedelta(minutes=minutes) if is_number(minutes) and 0 < minutes <= 10_000 else TIMEOUT
+    with distributed(options.get("device"), patience) as world, ExitStack() as stack:
         requested = world.run(lambda: _resume_config(options) if resume else Config.from_dict(options))
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if world.device.type == "cuda":
@@ -99,6 +112,7 @@ def _prepare(
                 f"graphs=True needs a single rank on CUDA; got {world.world_size} on {world.device.type}"
             )
         if not resume:
+            recover(folder)
             check_free(folder, overwrite=overwrite)
         return make_models(config, dataset.classes, world, dataset.tensor_spec, dataset.scaled_targets)
 
@@ -144,9 +158,9 @@ def _introduce(loop: Loop, start: int) -> None:
     }
     classes = ", ".join(f"{name}: {text}" for name, text in described.items()) or "no labels"
     text = (
-        f"{count:,} training images{f', {held:,} held out' if held else ''} ({classes}); {config.model} with "
-        f"{parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {loop.per_epoch} steps, batch size "
-        f"{config.batch_size}"
+        f"{count:,} training {loop.loader.dataset.noun}{f', {held:,} held out' if held else ''} ({classes}); "
+        f"{config.model} with {parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {loop.per_epoch} "
+        f"steps, batch size {config.batch_size}"
     )
     loop.on_event(Event("start", text=text))
     if start >= total:
@@ -159,6 +173,7 @@ def _introduce(loop: Loop, start: int) -> None:
 def _resume_config(given: dict[str, Any]) -> Config:
     """Return the config of the run to resume; raise if an option that affects the result changes."""
     folder = Config.from_dict({"data": ".", **given}).folder
+    recover(folder)
     if not (folder / SETTINGS).is_file():
         raise TrainingError(
             f"{folder} has no run to resume; leave out resume (--resume) to start one, or give its directory, out= (-o)"
@@ -190,6 +205,7 @@ def _load_checkpoint(loop: Loop, count: int) -> int:
     meta = checkpoints.meta(step)
     for text in skipped:
         loop.note(f"{text[0].upper()}{text[1:]}; resuming from step {step} instead.")
+    world.run(lambda: _check_config(loop, meta))
     world.run(lambda: _check_data(loop, meta, count))
     world.run(lambda: checkpoints.load(step, loop.tensors()))
     loop.meter.restore(meta["meter"])
@@ -202,6 +218,18 @@ def _load_checkpoint(loop: Loop, count: int) -> int:
             "Batches, augmentation and schedule stay the same; dropout, drop path and rounding differ."
         )
     return step
+
+
+def _check_config(loop: Loop, meta: Mapping[str, Any]) -> None:
+    """Raise if ``config.yaml`` was edited since: a run cannot go on with other options than those of its steps."""
+    before, now = meta.get("config", {}), fixed_options(loop.config)
+    for name in before:
+        if name in now and json.loads(json.dumps(now[name])) != before[name]:
+            raise TrainingError(
+                f"{loop.folder / SETTINGS} has {name}={shown(now[name])}, but the run was started with "
+                f"{shown(before[name])}. Change it back to resume, or start another run with it, with "
+                f"model={loop.folder} to fine-tune its model"
+            )
 
 
 def _check_data(loop: Loop, meta: Mapping[str, Any], count: int) -> None:

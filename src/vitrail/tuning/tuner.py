@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail.adapters import Found, find
 from vitrail.analysis.statistics import Interval, bootstrap, ratio_of_medians, split_images, wilson
 from vitrail.data.batches import open_batches
@@ -51,6 +52,7 @@ TIMING = 2.0
 """Seconds for timing the result."""
 
 
+@checked
 def tune(
     model: nn.Module,
     images: Any,

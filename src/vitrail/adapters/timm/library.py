@@ -17,13 +17,20 @@ from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.timm.beit import TimmBeit
 from vitrail.adapters.timm.eva import TimmEva
 from vitrail.adapters.timm.hiera import TimmHiera
+from vitrail.adapters.timm.relpos import TimmRelPos
 from vitrail.adapters.timm.swin import TimmSwin, TimmSwinV2
 from vitrail.adapters.timm.vit import TimmVisionTransformer, declared
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError
+from vitrail.models.weights_file import find_weights, only_weights, read_tensors
 
 _REMOTE = ("hf-hub:", "hf_hub:")
 _LOCAL = "local-dir:"
+
+OPTIONS = frozenset(
+    {"num_classes", "in_chans", "img_size", "drop_rate", "drop_path_rate", "global_pool", "bn_eps", "bn_momentum"}
+)
+"""Options that most models take, some of them outside of their constructor."""
 
 
 class Timm(Library):
@@ -38,6 +45,7 @@ class Timm(Library):
             "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
             "timm.models.eva.Eva": TimmEva(),
             "timm.models.beit.Beit": TimmBeit(),
+            "timm.models.vision_transformer_relpos.VisionTransformerRelPos": TimmRelPos(),
             "timm.models.swin_transformer.SwinTransformer": TimmSwin(),
             "timm.models.swin_transformer_v2.SwinTransformerV2": TimmSwinV2(),
             "timm.models.hiera.Hiera": TimmHiera(),
@@ -47,8 +55,17 @@ class Timm(Library):
         timm = self.imported(name)
         if not timm.is_model(name.split(".")[0]) and not name.startswith((*_REMOTE, _LOCAL)):
             raise ModelLoadError(f"timm has no model named {name!r}; `timm.list_models('*vit*')` lists those it has")
+        folder = Path(name.removeprefix(_LOCAL)).expanduser() if name.startswith(_LOCAL) else None
+        states = read_tensors(find_weights(folder)) if pretrained and folder is not None and folder.is_dir() else None
         try:
-            return timm.create_model(name, pretrained=pretrained, **options).eval()
+            with only_weights():
+                if states is None:
+                    return timm.create_model(name, pretrained=pretrained, **options).eval()
+                # read by us: timm's own reading runs pickles in some of its versions
+                given = {"source": "", "state_dict": states, "custom_load": False, "file": None}
+                model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=given, **options)
+                model.pretrained_cfg.update(source="local-dir", state_dict=None, file=str(folder))
+                return model.eval()
         except Exception as error:
             hint = (
                 "Check the network, name a directory with its weights (timm:local-dir:DIRECTORY), or use random "
@@ -92,6 +109,7 @@ class Timm(Library):
         """Build a model to train; input size and drop path are given only to models that take them."""
         given = {"drop_path_rate": request.drop_path or None, "img_size": request.image_size}
         options = {"num_classes": len(request.outputs), **request.options}
+        self.check_options(name, options)
         options |= {option: value for option, value in given.items() if value is not None}
         optional = given.keys() & options.keys()
         for option in optional - self._accepted(name, optional) if optional else ():
@@ -102,6 +120,16 @@ class Timm(Library):
 
     def reset_heads(self, model: Any) -> None:
         model.reset_classifier(model.num_classes)
+
+    def check_options(self, name: str, options: Mapping[str, Any]) -> None:
+        """Raise for options that are not the model's own, such as ``checkpoint_path``: files are read by us alone."""
+        others = {*options} - OPTIONS
+        refused = others - self._accepted(name, others) if others else ()
+        if refused:
+            raise ModelLoadError(
+                f"options: {', '.join(sorted(map(str, refused)))} of timm:{name}: expected arguments of the model's "
+                f"constructor, or {', '.join(sorted(OPTIONS))}; leave the others out"
+            )
 
     def _accepted(self, name: str, options: set[str]) -> set[str]:
         """Return those options that the constructor of a model's class takes; the model is built without memory."""

@@ -13,7 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
+from vitrail.adapters.saved import read_config
 from vitrail.adapters.transformers.trunk import preprocessor_config
+from vitrail.errors import ModelLoadError, VitrailError
+from vitrail.models.saving import CONFIG
+from vitrail.models.weights_file import only_weights
 
 FAMILIES = (
     "aimv2",
@@ -36,6 +40,9 @@ FAMILIES = (
 )
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""
 
+_IN_LAYER = re.compile(r"\.\d+\.")
+"""Part of the name of a weight in a numbered layer."""
+
 CLASSIFIERS = ("ForImageClassification", "ForAudioClassification", "ForVideoClassification")
 """Endings of the names of classifiers, which are loaded with their heads."""
 
@@ -54,11 +61,21 @@ class Transformers(Library):
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         """Load a model from a directory or the Hub, with its classification head where it has one."""
         library = self.imported(name)
+        if (Path(name) / CONFIG).is_file():
+            read_config(Path(name))  # numbers that no model has
         try:
-            config = library.AutoConfig.from_pretrained(name)
+            trusted = options.get("trust_remote_code", False)  # by default transformers would ask on the terminal
+            config = library.AutoConfig.from_pretrained(name, trust_remote_code=trusted)
             kinds = {f"AutoModel{head}" for head in CLASSIFIERS for kind in config.architectures or () if head in kind}
             auto = getattr(library, next(iter(kinds), "AutoModel"))
-            model = auto.from_pretrained(name, **options) if pretrained else auto.from_config(config, **options)
+            with only_weights():
+                if pretrained:
+                    model, found = auto.from_pretrained(name, **options, output_loading_info=True)
+                    _check_loaded(name, model, found)
+                else:
+                    model = auto.from_config(config, **options)
+        except VitrailError:
+            raise
         except Exception as error:
             hint = "Name a directory written by save_pretrained, or a repository of the Hub that can be reached."
             raise self.failed(name, error, hint) from error
@@ -105,15 +122,17 @@ class Transformers(Library):
         options = {"id2label": labels, "label2id": {label: one for one, label in labels.items()}, **request.options}
         if request.image_size is not None:
             options["image_size"] = request.image_size
+        self.check_options(name, options)
         if "in_chans" in options:
             options["num_channels"] = options.pop("in_chans")
         try:
-            config = library.AutoConfig.from_pretrained(name, **options)
+            config = library.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
             auto = library.AutoModelForImageClassification
             if request.pretrained is False:
                 model = auto.from_config(config)
             else:
-                model = auto.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
+                with only_weights():
+                    model = auto.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
         except Exception as error:
             raise self.failed(name, error) from error
         return model, {"architecture": "hf"}
@@ -146,6 +165,23 @@ class Transformers(Library):
 
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
         return self.load(str(folder))
+
+
+def _check_loaded(name: str, model: nn.Module, found: Mapping[str, Any]) -> None:
+    """Raise if weights of the model itself are not in the file, or have another shape: they would stay random.
+
+    A head or a pooling layer may be missing: models are loaded for features, too.
+    """
+    mismatched = {one[0] if isinstance(one, tuple) else one for one in found.get("mismatched_keys", ())}
+    random = sorted({*map(str, found.get("missing_keys", ())), *map(str, mismatched)})
+    in_layers = [key for key in random if _IN_LAYER.search(key)]
+    if in_layers or len(random) > len(model.state_dict()) // 2:
+        shown = (in_layers or random)[:3]
+        raise ModelLoadError(
+            f"the weights of {name} do not fit its config: {len(random)} of {len(model.state_dict())} tensors are "
+            f"missing or have another shape ({', '.join(shown)}, ...), and would stay random. Save the model again "
+            "with save_pretrained, or use random weights with pretrained=False"
+        )
 
 
 LIBRARY = Transformers()

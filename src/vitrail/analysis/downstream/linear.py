@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from vitrail._arguments import checked
 from vitrail.analysis._inputs import (
     Array,
     as_features,
@@ -87,6 +88,7 @@ class Depth(Dense, kw_only=True):
     constant_rmse: float  # RMSE of always predicting the mean depth of the training patches
 
 
+@checked
 @torch.no_grad()
 def evaluate_classification(
     features: Array, labels: Array, split: Split, *, penalties: Sequence[float] = PENALTIES, seed: int = 0
@@ -113,6 +115,7 @@ def evaluate_classification(
     )
 
 
+@checked
 @torch.no_grad()
 def evaluate_segmentation(
     features: Array,
@@ -173,6 +176,7 @@ def evaluate_segmentation(
     )
 
 
+@checked
 @torch.no_grad()
 def evaluate_depth(
     features: Array,

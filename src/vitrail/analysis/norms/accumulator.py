@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import check_shape
 from vitrail.analysis.norms._histogram import (
     EDGES,
@@ -89,6 +90,7 @@ class Norms(Threshold):
     outliers: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
 
 
+@fitting
 def analyze_norms(
     norms: Tensor,
     layout: TokenLayout,

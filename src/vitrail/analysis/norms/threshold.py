@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis.norms._histogram import EDGES, LOG_BIN, NUM_BINS, Counts, count_norms, quantile
 from vitrail.analysis.norms._valley_test import (
     MAX_SHARE,
@@ -66,6 +67,7 @@ class Threshold(Result):
     power: dict[str, dict[str, float]]
 
 
+@fitting
 def find_threshold(norms: Tensor, *, false_alarm: float = FALSE_ALARM) -> Threshold:
     """Find artifact tokens among the norms of one layer, of any shape.
 

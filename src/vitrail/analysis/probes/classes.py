@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import Array, as_features, as_labels, as_mask, check_count, check_shape
 from vitrail.analysis.probes.linear import fit_classifier
 from vitrail.analysis.result import Result
@@ -59,6 +60,7 @@ class ClassProbe(Result):
     seeds: int
 
 
+@fitting
 def one_token_each(tokens: Tensor, layout: TokenLayout, outliers: Tensor, *, seed: int = 0) -> dict[str, TokenPerImage]:
     """Take one token of each kind from each image.
 
@@ -85,6 +87,7 @@ def one_token_each(tokens: Tensor, layout: TokenLayout, outliers: Tensor, *, see
     return found
 
 
+@fitting
 @torch.no_grad()
 def probe_classes(
     by_kind: ByKind | Callable[[int], ByKind],

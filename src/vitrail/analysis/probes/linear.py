@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import Array, as_features, as_integers, chunks, map_chunks
 from vitrail.analysis.statistics import hold_out
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -108,6 +109,7 @@ class LinearRegressor(LinearMap):
     """A fitted regressor; its scores are the predictions."""
 
 
+@fitting
 @torch.no_grad()
 def fit_classifier(
     features: Array,
@@ -144,6 +146,7 @@ def fit_classifier(
     return LinearClassifier(scaling, params[:-1], params[-1], penalty, classes, converged)
 
 
+@fitting
 @torch.no_grad()
 def fit_regressor(
     features: Array,

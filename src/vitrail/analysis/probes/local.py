@@ -18,6 +18,7 @@ from typing import Generic, Literal, TypedDict, TypeVar, Unpack, get_args
 import torch
 from torch import Tensor
 
+from vitrail._arguments import fitting
 from vitrail.analysis._inputs import as_features, as_mask, as_patches, check_count, check_share
 from vitrail.analysis.probes.linear import fit_classifier, fit_regressor
 from vitrail.analysis.result import Result
@@ -99,6 +100,7 @@ class PositionProbe(LocalProbe[PositionScore]):
     chance_distance: float
 
 
+@fitting
 def cut_patches(images: Tensor, patch: int | tuple[int, int]) -> Tensor:
     """Cut images (B, C, H, W) into patches (B, P, C·p·p), row by row as a ViT does.
 
@@ -115,6 +117,7 @@ def cut_patches(images: Tensor, patch: int | tuple[int, int]) -> Tensor:
     return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
+@fitting
 @torch.no_grad()
 def probe_positions(
     tokens: Tensor, outliers: Tensor, grid: tuple[int, ...], **options: Unpack[Options]
@@ -161,6 +164,7 @@ def probe_positions(
     return PositionProbe(kinds, *training, shape, 1 / len(places), _chance_distance(shape))
 
 
+@fitting
 @torch.no_grad()
 def probe_pixels(tokens: Tensor, outliers: Tensor, patches: Tensor, **options: Unpack[Options]) -> PixelProbe:
     """Reconstruct the pixels of single patches from their tokens by ridge regression.

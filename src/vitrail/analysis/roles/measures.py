@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail._arguments import checked, fitting
 from vitrail.adapters import find
 from vitrail.analysis._inputs import check_finite, check_shape
 from vitrail.analysis.attention import Overlap, Spread, overlap, spread, token_maps
@@ -111,6 +112,7 @@ class Roles(Result):
     notes: tuple[str, ...] = ()
 
 
+@fitting
 @torch.no_grad()
 def cosine_matrix(x: Tensor) -> Tensor:
     """Return the cosines (..., S, S) between S vectors (..., S, D); 1 for two vectors of zeros."""
@@ -120,6 +122,7 @@ def cosine_matrix(x: Tensor) -> Tensor:
     return torch.where(zero.unsqueeze(-1) & zero.unsqueeze(-2), 1.0, cosine)
 
 
+@fitting
 @torch.no_grad()
 def token_cosines(tokens: Tensor, layout: TokenLayout, layers: Sequence[int] | None = None) -> Cosines:
     """Return the cosines between special tokens (L, B, S, D), in the order of the layout, in each layer."""
@@ -140,6 +143,7 @@ def token_cosines(tokens: Tensor, layout: TokenLayout, layers: Sequence[int] | N
     return Cosines(token_names(layout.special), numbers, matrix, centred, within, between)
 
 
+@fitting
 @torch.no_grad()
 def disagreement(logits: Mapping[str, Tensor]) -> Disagreement:
     """Compare heads by their logits (or log-probabilities) (B, C) for the same images and classes."""
@@ -159,6 +163,7 @@ def disagreement(logits: Mapping[str, Tensor]) -> Disagreement:
     return Disagreement(tuple(logits), differs.cpu(), bits.clamp(0, 1).cpu())
 
 
+@fitting
 @torch.no_grad()
 def token_attention(
     attention: Tensor, layout: TokenLayout, tokens: Iterable[TokenSpan] | None = None
@@ -168,6 +173,7 @@ def token_attention(
     return TokenAttention(token_names(layout.special if tokens is None else tokens), overlap(maps), spread(maps))
 
 
+@fitting
 def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]:
     """Return the learned vectors (D,) of a model's special tokens by name, on the CPU, as far as they are found."""
     values = token_values(find(model))
@@ -181,6 +187,7 @@ def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]
     return found
 
 
+@fitting
 def find_collapsed(
     cosines: Cosines,
     parameters: ParameterCosines | None = None,
@@ -205,6 +212,7 @@ def find_collapsed(
     return tuple(found)
 
 
+@checked
 def measure_roles(
     model: nn.Module,
     images: Tensor | Iterable[Any],

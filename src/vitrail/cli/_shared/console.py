@@ -8,19 +8,37 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.errors import VitrailWarning
 
+_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
-class PipeConsole(Console):
-    """A console that goes quiet if its pipe is closed (``vitrail train … | head -1``), so that work continues."""
+
+def printable(text: str) -> str:
+    """Return text that can be shown: names of files and classes may hold escape sequences, or be no UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROL)
+
+
+class PlainConsole(Console):
+    """A console that prints text as it is: names are no markup, and their escape sequences are not passed on.
+
+    It goes quiet if its pipe is closed (``vitrail train … | head -1``), so that work continues.
+    """
+
+    def __init__(self, *, stderr: bool = False, file: IO[str] | None = None) -> None:
+        super().__init__(stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return text for a cell, a title or a line."""
+        return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
         """Discard buffered and further output."""
@@ -30,8 +48,8 @@ class PipeConsole(Console):
         os.close(null)
 
 
-out = PipeConsole(highlight=False)
-err = PipeConsole(stderr=True, highlight=False)
+out = PlainConsole()
+err = PlainConsole(stderr=True)
 
 
 class Bars(Progress):
@@ -53,7 +71,7 @@ class Bars(Progress):
 def say(text: str, style: str = "") -> None:
     """Print lines of results; above progress bars, where both are on one terminal."""
     console = err if Bars.shown and out.is_terminal else out
-    console.print(Text(_wrapped(text, console), style=style), soft_wrap=True)
+    console.print(Text(_wrapped(printable(text), console), style=style), soft_wrap=True)
 
 
 def note(text: str) -> None:
@@ -67,7 +85,7 @@ def error(text: str) -> None:
 
 
 def _print_labeled(label: str, text: str, color: str) -> None:
-    line = _wrapped(" ".join(f"{label}: {text}".split()), err)
+    line = _wrapped(printable(" ".join(f"{label}: {text}".split())), err)
     shown = Text(line, style=color)
     shown.stylize("bold", 0, len(label) + 1)
     err.print(shown, soft_wrap=True)
@@ -147,9 +165,14 @@ def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
     return made
 
 
+def status(text: str) -> Status:
+    """Return a spinner with a text that may name a model or a file."""
+    return err.status(Text(printable(text)))
+
+
 def progress() -> Bars:
     """Return a progress bar that disappears when done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Bars(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
@@ -160,7 +183,7 @@ def bars() -> Iterator[Callable[..., None]]:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int | None, detail: str = "") -> None:
-            title = f"{stage[:1].upper()}{stage[1:]}{detail}"
+            title = printable(f"{stage[:1].upper()}{stage[1:]}{detail}")
             if stage not in tasks:
                 tasks[stage] = shown.add_task(title, total=total)
             shown.update(tasks[stage], description=title, completed=done, total=total, visible=done != total)

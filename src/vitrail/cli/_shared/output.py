@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
@@ -13,8 +14,10 @@ from typing import IO
 
 from PIL import Image
 
-from vitrail._atomic_files import temporary_files
+from vitrail._atomic_files import resolved, temporary_files
+from vitrail._checks import as_path
 from vitrail.data import Dataset
+from vitrail.data.sources.base import clean
 from vitrail.drawing.film import Film
 from vitrail.errors import VitrailError
 
@@ -23,13 +26,17 @@ class OutputError(VitrailError):
     """Results could not be written."""
 
 
+MAX_STEM = 180
+"""Most bytes of a result's file name without its ending."""
+
+
 def check_writable(path: Path, option: str) -> None:
     """Raise early, before minutes of work, if a file cannot be written; ``option`` is the option that named it."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise OutputError(
-            f"{option} {path}: no file can be written there. Expected a file name in an existing directory."
-        )
-    with _explained(path, option):
+    with _explained(path, option):  # also a name that is too long
+        if path.is_dir() or not path.parent.is_dir():
+            raise OutputError(
+                f"{option} {path}: no file can be written there. Expected a file name in an existing directory."
+            )
         if _is_special(path):
             path.open("ab").close()
         else:
@@ -79,18 +86,18 @@ def write_drawing(path: Path, drawing: Image.Image | Film) -> None:
 
 def write_text(path: Path, text: str, option: str = "-o") -> None:
     """Write a text file, atomically."""
-    write_atomically(path, lambda file: file.write(text.encode()), option)
+    write_atomically(path, lambda file: file.write(text.encode("utf-8", "replace")), option)
 
 
 def make_directory(path: Path) -> Path:
     """Create a directory for results, with its parents, and return its absolute path."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        as_path("out", path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
             f"{path}: the output directory could not be made ({error.strerror or error}). Name another one with -o."
         ) from error
-    return path.resolve()
+    return resolved(path)
 
 
 class Names:
@@ -103,23 +110,32 @@ class Names:
 
     def __init__(self, directory: Path, dataset: Dataset, *, by_stem: bool = False) -> None:
         self.directory = directory
-        paths = dataset.paths or [re.sub(r"[^\w./-]+", "-", name) for name in dataset.names]
+        paths = dataset.paths or [Path(re.sub(r"[^\w./-]+", "-", name)) for name in dataset.names]
         inputs = [Path(os.path.normpath(Path(path).absolute())) for path in paths]
         root = os.path.commonpath([path.parent for path in inputs])
         full = [path.name if by_stem else "-".join(path.relative_to(root).parts) for path in inputs]
         count = Counter(Path(label).stem.casefold() for label in full)
         self.labels = [label if count[Path(label).stem.casefold()] > 1 else Path(label).stem for label in full]
-        self.taken = {str(Path(path).resolve()).casefold() for path in paths}
+        self.taken = {str(resolved(Path(path))).casefold() for path in paths}
 
     def of(self, index: int, endings: Iterable[str] | Mapping[str, str]) -> dict[str, Path]:
         """Return the files for the results of a sample, by ending: PNG files, or with the suffix of each ending."""
         suffixes = endings if isinstance(endings, Mapping) else dict.fromkeys(endings, ".png")
         number = 1
         while True:
-            stem = self.labels[index] + (f"-{number}" if number > 1 else "")
+            stem = _shortened(clean(self.labels[index])) + (f"-{number}" if number > 1 else "")
             paths = {ending: self.directory / f"{stem}-{ending}{suffix}" for ending, suffix in suffixes.items()}
-            keys = {str(path.resolve()).casefold() for path in paths.values()}
+            keys = {str(resolved(path)).casefold() for path in paths.values()}
             if self.taken.isdisjoint(keys):
                 self.taken |= keys
                 return paths
             number += 1
+
+
+def _shortened(stem: str) -> str:
+    """Return a file name that leaves room for an ending: file systems take 255 bytes."""
+    data = stem.encode()
+    if len(data) <= MAX_STEM:
+        return stem
+    digest = hashlib.sha256(data).hexdigest()[:8]  # names that differ at their end alone stay different
+    return f"{data[: MAX_STEM - 9].decode('utf-8', 'ignore')}-{digest}"

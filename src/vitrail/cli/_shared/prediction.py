@@ -91,8 +91,11 @@ def compare_merged(
     groups = trace.groups[0].reshape(trace.layout.grid).cpu().numpy()
     norms = float(before.values.norm() * after.values.norm())
     cosine = float(before.values @ after.values) / norms if norms > 0 else math.nan
+    finite = bool(before.values.isfinite().all() and after.values.isfinite().all())
     same = None
-    if before.guesses:
+    if not finite:
+        pass
+    elif before.guesses:
         same = all(best[0].name == after.guesses[name][0].name for name, best in before.guesses.items())
     elif before.is_classes:
         same = bool(before.values.argmax() == after.values.argmax())
@@ -105,6 +108,7 @@ def compare_merged(
         seconds_after=after.seconds,
         guesses_before=before.guesses,
         guesses_after=after.guesses,
+        finite=finite,
     )
     cost = _traced_cost(loaded, trace, merging.flops(loaded.size, merged=False))
     return draw_groups(sample, groups, loaded.spec), result, cost

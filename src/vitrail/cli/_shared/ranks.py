@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 
-from vitrail._distributed import ConnectionLost, ReportedByMain, torchrun_rank
+from vitrail._distributed import ConnectionLost, ReportedByMain, is_first_to_report, torchrun_rank
 from vitrail.cli._shared import console
 from vitrail.errors import VitrailError
 
 EXIT_DELAY = 2.0
 """Seconds that other ranks wait before they exit with an error: torchrun then stops the first one, too."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and SIGTERM, as shells have them."""
+
+SMALLER = "Use a smaller batch or input size, fewer workers, or a smaller model."
 
 
 @contextmanager
@@ -50,6 +55,7 @@ def command(*silent: Console, interrupted: str = "Interrupted.") -> Iterator[Non
     rank, _ = torchrun_rank() or (0, 1)
     try:
         with ExitStack() as stack:
+            stack.enter_context(_terminable())
             for each in (silent or (console.out,)) if rank else ():
                 stack.callback(setattr, each, "quiet", each.quiet)
                 each.quiet = True
@@ -59,14 +65,49 @@ def command(*silent: Console, interrupted: str = "Interrupted.") -> Iterator[Non
         time.sleep(EXIT_DELAY)
         raise typer.Exit(2) from problem
     except VitrailError as problem:
-        console.error(console.with_options(str(problem)))
-        if isinstance(problem, ConnectionLost):
+        lost = isinstance(problem, ConnectionLost)
+        if not lost or is_first_to_report():
+            console.error(console.with_options(str(problem)))
+        if lost:
             _exit(2)
+        raise typer.Exit(2) from problem
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        console.error(f"out of memory. {SMALLER}")
+        raise typer.Exit(2) from problem
+    except RuntimeError as problem:
+        if "can't allocate memory" not in str(problem):
+            raise
+        console.error(f"out of memory. {SMALLER}")
         raise typer.Exit(2) from problem
     except KeyboardInterrupt as stop:
         if not rank:
-            console.error(interrupted)
-        raise typer.Exit(INTERRUPTED) from stop
+            console.error(interrupted if not isinstance(stop, Terminated) else "Terminated.")
+        raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from stop
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: an interrupt that cleans up as Ctrl-C does."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does, so that no temporary file is left."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise Terminated
+
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(code: int) -> NoReturn:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vitrail import __version__
+from vitrail.cli._shared import console
 from vitrail.cli._shared.output import write_text
 
 
@@ -38,7 +40,8 @@ class Cost:
 class Result:
     """Comparison of the merged with the unmerged model on one sample; field names are JSON keys.
 
-    ``cosine`` and ``same_top1`` are None where they are undefined; guesses are empty without class names.
+    ``cosine`` and ``same_top1`` are None where they are undefined; guesses are empty without class names. ``finite``
+    is whether both outputs are.
     """
 
     picture: str
@@ -50,6 +53,7 @@ class Result:
     guesses_before: Guesses = field(default_factory=dict)
     guesses_after: Guesses = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    finite: bool = True
 
     @property
     def top1(self) -> str:
@@ -80,14 +84,35 @@ class Summary:
     skipped: list[dict[str, str]] = field(default_factory=list)
 
 
+_MARKDOWN = str.maketrans(
+    {"<": "&lt;", ">": "&gt;", "&": "&amp;", **{mark: f"\\{mark}" for mark in "\\`*_[]|"}, "\n": " ", "\t": " "}
+)
+
+
+def markdown(text: str) -> str:
+    """Return text that Markdown shows as it is: names of files and classes are no markup and no HTML."""
+    return console.printable(text).translate(_MARKDOWN)
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table; all columns but the first are numbers."""
-    cells = ([cell.replace("|", "\\|") for cell in row] for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows))
-    return [f"| {' | '.join(row)} |" for row in cells]
+    marks = ["---", *["---:"] * (len(head) - 1)]
+    cells = ([markdown(cell) for cell in row] for row in (head, *rows))
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return [lines[0], f"| {' | '.join(marks)} |", *lines[1:]]
+
+
+def plain(value: Any) -> Any:
+    """Return values for JSON, in which numbers that are not finite are null."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
     """Write ``summary.json`` and ``summary.md``."""
-    content = json.dumps({"vitrail": __version__, **data}, indent=2, ensure_ascii=False, allow_nan=False)
+    content = json.dumps({"vitrail": __version__, **plain(data)}, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(folder / "summary.json", content + "\n")
     write_text(folder / "summary.md", f"{text}\n\nWritten by Vitrail {__version__}.\n")

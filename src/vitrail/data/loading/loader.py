@@ -101,7 +101,7 @@ class Loader(ABC):
         if number > self.max_unreadable * self.count or number == self.count:
             shown = "\n".join(f"  {reason}" for _, reason in self.skipped[:5])
             raise ImageError(
-                f"{number} of {self.count} images cannot be read, and max_unreadable allows a share of "
+                f"{number} of {self.count} {self.dataset.noun} cannot be read, and max_unreadable allows a share of "
                 f"{self.max_unreadable:g}:\n{shown}\nRepair or remove them, or allow more."
             )
 

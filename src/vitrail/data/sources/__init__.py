@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from vitrail._checks import as_path
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
 from vitrail.data.masks import MaskReader
 from vitrail.data.media import MEDIA, check_modality, endings_of, modality_of
@@ -79,6 +80,8 @@ def open_source(
         if masks is not None:
             raise InvalidOption(f"masks={os.fspath(masks)!r} is for images on this machine; copy them first")
         return _open_remote(remote, modality or "image", reader)
+    for path in given:
+        as_path("data", path)
     return _open_files(given, modality, reader, None if masks is None else Path(masks))
 
 

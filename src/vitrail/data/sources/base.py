@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from vitrail._atomic_files import resolved
 from vitrail.data.sample import Sample, TensorSpec
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
@@ -51,6 +52,10 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        """Return the files on this machine that hold some samples."""
+        return [path for row in rows if self.paths and isinstance(path := self.paths[row], Path)]
 
     def labels(self, column: str | None) -> Labels:
         """Return a label column, or raise ``InvalidOption``; None for the one that is most likely the class."""
@@ -95,7 +100,7 @@ def distinct(paths: Iterable[Path]) -> list[Path]:
     """Return paths in their order, a file that is reached twice once."""
     found: dict[Path, Path] = {}
     for path in paths:
-        found.setdefault(path.resolve(), path)
+        found.setdefault(resolved(path), path)
     return list(found.values())
 
 

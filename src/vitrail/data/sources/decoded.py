@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +32,14 @@ class DecodedSource(Source):
             (3 if video else 1, *spec.size), torch.uint8 if video else torch.float32
         )
 
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        return self._source.files(rows)
+
     def labels(self, column: str | None) -> Labels:
         return self._source.labels(column)
+
+    def values(self, column: str) -> Sequence[Any]:
+        return self._source.values(column)
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         read = self._source.fetch(row, annotations=annotations)

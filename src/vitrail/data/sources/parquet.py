@@ -75,6 +75,9 @@ class ParquetSource(Source):
         """Pickle without the open file; another process opens it again."""
         return {**vars(self), "_rows": None}
 
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        return [path for path in self._paths if isinstance(path, Path)]
+
     def labels(self, column: str | None) -> Labels:
         """Return a column of whole numbers or text; by default ``label``, or else the first likely one."""
         schema = _open(self._paths[0]).schema_arrow

@@ -51,6 +51,9 @@ class ShardSource(Source):
         if not self.names:
             raise ImageError(f"{self._paths[0]}: no images found in {counted(len(self._paths), 'shard')}")
 
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        return [path for path in self._paths if isinstance(path, Path)]
+
     def values(self, column: str) -> Sequence[Any]:
         if column not in self._columns:
             raise InvalidOption(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.models.config import CLASS_TOKEN, DISTILLATION_TOKEN, ViTConfig, depth_rule
 from vitrail.models.saving import load_states
@@ -37,6 +38,7 @@ _TOKENS = (
 )
 
 
+@checked
 def from_timm(model: nn.Module) -> ViT:
     """Convert timm's ``VisionTransformer`` (including DeiT and DINOv2) or ``Cait`` to a `ViT`, copying the weights.
 
@@ -50,6 +52,7 @@ def from_timm(model: nn.Module) -> ViT:
     return converted.train(model.training)
 
 
+@checked
 def to_timm(model: ViT) -> nn.Module:
     """Convert a `ViT` to a timm model, copying the weights; raise if timm has no equal."""
     check_vit(model)

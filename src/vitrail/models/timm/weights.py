@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail._arguments import checked
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import resample
@@ -30,6 +31,7 @@ _UNUSED = frozenset({"mask_token"})  # for masked training, in DINOv2's files
 _WRAPPERS = ("model", "state_dict", "teacher", "module")
 
 
+@checked
 def timm_state_dict(model: ViT) -> dict[str, Tensor]:
     """Return a model's weights under timm's names."""
     check_vit(model)
@@ -41,6 +43,7 @@ def timm_state_dict(model: ViT) -> dict[str, Tensor]:
     return states
 
 
+@checked
 def load_timm_state_dict(model: ViT, states: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Fit:
     """Load weights of timm or of the original DeiT, CaiT or DINOv2; raise and load nothing if they do not fit.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail import kernels
+from vitrail._arguments import checked
 from vitrail._checks import as_tuple, is_int
 from vitrail.adapters.outputs import map_tensors
 from vitrail.adapters.registry import declared_spec
@@ -33,6 +34,7 @@ Shape = tuple[int, ...]
 """Shape of one input, without the batch: (C, H, W)."""
 
 
+@checked
 def capture(
     model: nn.Module, batch_sizes: int | Sequence[int] = BATCH_SIZES, sizes: int | Sequence[int | Shape] | None = None
 ) -> CapturedModel:

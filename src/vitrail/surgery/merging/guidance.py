@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
@@ -45,6 +46,7 @@ By = Literal["class_attention", "received_attention"]
 First = Literal["full", "coarse", "merged"]
 
 
+@checked
 def look_ahead(
     model: nn.Module,
     images: Images,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, Schedule
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 Size = int | tuple[int, ...]
 
 
+@checked
 def merge(
     model: nn.Module,
     r: int | Sequence[int] | None = None,
@@ -566,6 +568,11 @@ class Merging(Handle):
         groups = trace.groups.cpu().unflatten(1, trace.layout.grid).numpy()
         drawn = (draw_groups(*pair, spec) for pair in zip(originals, groups, strict=True))
         return [next(one for one in drawings.values() if not isinstance(one, Film)) for drawings in drawn]
+
+    def _repr_html_(self) -> str:
+        from vitrail.surgery.cards import merging_card
+
+        return merging_card(self)
 
     def remove(self) -> None:
         """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vitrail._arguments import checked
 from vitrail._atomic_files import write_bytes
 from vitrail.adapters.saved import PLACES, named
 from vitrail.errors import InvalidOption, ModelLoadError, UntrainedMethod
@@ -48,6 +49,7 @@ def save_method(method: Method, path: str | Path, states: Mapping[str, Tensor] |
         raise ModelLoadError(f"could not write {target} ({error.strerror or error})") from error
 
 
+@checked
 def load_method(path: str | Path) -> LearnedMethod:
     """Return a trained method, to be applied by ``vitrail.merge(model, method=...)``.
 

@@ -33,6 +33,7 @@ from vitrail.training.config.options import (
     suggest,
     text,
     to_yaml,
+    weights,
 )
 from vitrail.training.config.presets import PRESETS, batch_for, ema_for, lr_for
 from vitrail.training.config.syntax import MergePlan, read_interval, read_merge, token_roles
@@ -182,7 +183,7 @@ class Config:
     )
 
     weighting: str = _objective(choice("fixed", "uncertainty"), "Fixed or learned task weights.", "fixed")
-    task_weights: dict[str, float] = _objective(mapping(), "Fixed weight of each task.", {})
+    task_weights: dict[str, float] = _objective(weights(), "Fixed weight of each task.", {})
     teacher: str | None = _objective(
         text("MODEL"), "Teacher model: a run directory, timm:NAME or hf:REPO.", resumable=True
     )
@@ -219,7 +220,7 @@ class Config:
         integer(1), "Gradient accumulation: parts that a batch is computed in.", 1, resumable=True
     )
     optimizer: str = _recipe(choice("adamw", "muon"), "Optimizer; muon updates hidden layers.", "adamw")
-    lr: float | None = _recipe(number(0, above=True), "Peak learning rate.")
+    lr: float | None = _recipe(number(0, 1000, above=True), "Peak learning rate.")
     min_lr: float = _recipe(number(0, 1), "Final learning rate as a fraction of the peak.", 0.01)
     weight_decay: float | None = _recipe(number(0), "Weight decay.")
     warmup_epochs: int | None = _recipe(integer(0), "Epochs of linear warm-up.")
@@ -251,6 +252,9 @@ class Config:
     )
     graphs: bool | None = _machine(flag(), "Capture the step as a CUDA graph; default on a single GPU.")
     shard: str = _machine(choice("ddp", "fsdp"), "Data parallel, or fully sharded for large models.", "ddp")
+    patience: float = _machine(
+        number(0, 10_000, above=True), "Minutes that ranks wait for one that is busy, or stopped.", 30.0
+    )
     workers: int | None = _machine(integer(0), "Data loader workers.")
 
     out: str | None = _output(text("DIR"), "Run directory.", short="-o")
@@ -348,6 +352,11 @@ class Config:
 
 OPTIONS = options_of(Config)
 """Every training option by name: type, default, allowed values, help text, spelling."""
+
+
+def fixed_options(config: Config) -> dict[str, Any]:
+    """Return the options that affect the result, as plain values: a run is resumed with the same ones."""
+    return {name: value for name, value in config.to_dict().items() if not OPTIONS[name].resumable}
 
 
 def default_text(declared: Option) -> str:

@@ -14,7 +14,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from vitrail._checks import is_int
+from vitrail._checks import is_int, is_number, shown
 from vitrail._wording import kind_of
 from vitrail.errors import InvalidOption
 
@@ -66,9 +66,9 @@ class Option:
             return self.kind.parse(value)
         except InvalidOption:
             raise
-        except ValueError:
-            hint = suggest(value, self.kind.choices) if isinstance(value, str) else ""
-            raise InvalidOption(f"{self.name}={value!r}: expected {self.kind.expected}{hint}") from None
+        except (ValueError, TypeError, AttributeError, OverflowError):  # of the wrong type, or out of all bounds
+            hint = suggest(value, self.kind.choices) if isinstance(value, str) and len(value) < 100 else ""
+            raise InvalidOption(f"{self.name}={shown(value)}: expected {self.kind.expected}{hint}") from None
 
 
 def option(
@@ -102,7 +102,12 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def choice(*names: str) -> Kind:
-    return Kind(f"one of {', '.join(names)}", "|".join(names), only(lambda value: value in names), choices=names)
+    return Kind(
+        f"one of {', '.join(names)}",
+        "|".join(names),
+        only(lambda value: isinstance(value, str) and value in names),
+        choices=names,
+    )
 
 
 def integer(minimum: int) -> Kind:
@@ -124,7 +129,7 @@ def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: b
 
 
 def sizes() -> Kind:
-    size = integer(1).parse
+    size = only(lambda value: is_int(value, 1, 2**20))
 
     def parse(value: Any) -> Any:
         if isinstance(value, str):
@@ -141,12 +146,27 @@ def flag() -> Kind:
 
 
 def text(metavar: str) -> Kind:
-    return Kind("text", metavar, only(lambda value: isinstance(value, str) and bool(value)))
+    return Kind(
+        "text", metavar, only(lambda value: isinstance(value, str) and 0 < len(value) < 4096 and "\0" not in value)
+    )
+
+
+def weights() -> Kind:
+    """Accept a mapping of names to numbers that are not negative; on the command line it is written in YAML."""
+    named = mapping().parse
+
+    def parse(value: Any) -> dict[str, float]:
+        found = named(value)
+        if not all(isinstance(name, str) and is_number(one) and one >= 0 for name, one in found.items()):
+            raise ValueError
+        return found
+
+    return Kind("a mapping of names to numbers of at least 0, such as {color: 2, shape: 0.5}", "YAML", parse)
 
 
 def mapping() -> Kind:
     """Accept a mapping of names to values; on the command line it is written in YAML."""
-    mapped = only(lambda value: isinstance(value, Mapping))
+    mapped = only(lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
 
     def parse(value: Any) -> dict[str, Any]:
         return dict(mapped(read_value(value) if isinstance(value, str) else value))
@@ -167,11 +187,12 @@ def only(allowed: Callable[[Any], bool]) -> Callable[[Any], Any]:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping in a YAML file."""
-    yaml = _yaml()
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidOption(f"cannot read {path} as YAML: {' '.join(str(error).split())}") from error
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_YAML + 1)
+    except (OSError, ValueError) as error:
+        raise InvalidOption(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    values = _load_yaml(data, str(path))
     if not isinstance(values, dict):
         raise InvalidOption(f"{path} holds {kind_of(values)}; expected a mapping of option names to values")
     return values
@@ -179,11 +200,31 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def read_value(text: str) -> Any:
     """Return the value of a YAML scalar, list or mapping."""
+    return _load_yaml(text.encode("utf-8", "replace"), shown(text))
+
+
+MAX_YAML, MAX_DEPTH = 1_000_000, 50
+"""Largest YAML in bytes, and deepest nesting; configurations have some kilobytes and four levels."""
+
+
+def _load_yaml(data: bytes, where: str) -> Any:
+    """Return the value of a YAML document without aliases: with them a few lines stand for gigabytes."""
     yaml = _yaml()
+    if len(data) > MAX_YAML:
+        raise InvalidOption(f"{where} has more than {MAX_YAML // 1000} kB; expected a training configuration in YAML")
+    depth = 0
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidOption(f"cannot read {text!r} as YAML: {' '.join(str(error).split())}") from error
+        for event in yaml.parse(data, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise InvalidOption(f"{where}: aliases (*{event.anchor}) are not supported; write the value again")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise InvalidOption(f"{where} is nested in more than {MAX_DEPTH} levels")
+        return yaml.safe_load(data)
+    except (yaml.YAMLError, UnicodeError, ValueError, OverflowError, TypeError, RecursionError) as error:
+        if isinstance(error, InvalidOption):
+            raise
+        raise InvalidOption(f"cannot read {where} as YAML: {' '.join(str(error).split())[:300]}") from error
 
 
 def to_yaml(values: dict[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail._checks import is_int
+from vitrail._arguments import checked
+from vitrail._checks import check_choice, is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
@@ -24,6 +25,7 @@ from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.data.targets import MASK_CLASSES, TargetSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
+from vitrail.heads import Output
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.merging.trained_methods import load_method, method_file
@@ -32,7 +34,7 @@ from vitrail.surgery.saving import Settings, read_settings
 from vitrail.surgery.saving.changes import merge_arguments
 from vitrail.training.data import expected_of, prepares, split_masks, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
-from vitrail.training.evaluation.metrics import make_metrics
+from vitrail.training.evaluation.metrics import Metrics, make_metrics
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.run_directory import Labels, load_classifier
@@ -42,6 +44,7 @@ TIMED_ON_CPU = 32
 """Largest batch for throughput on a CPU; larger ones are not faster and take long."""
 
 
+@checked
 def evaluate(
     model: str | Path | nn.Module | tuple[nn.Module, Labels],
     data: Any,
@@ -60,6 +63,9 @@ def evaluate(
     progress: Callable[[str, int, int], None] | None = None,
     look: int = 256,
     seconds: float = 1.0,
+    engine: str = "local",
+    address: str | None = None,
+    actors: int | None = None,
 ) -> Evaluation:
     """Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.
 
@@ -82,7 +88,10 @@ def evaluate(
         progress: called with stage, done and total.
         look: number of images for token diagnostics; 0 disables them.
         seconds: time spent on measuring throughput; 0 disables it.
+        engine: ``local``, or ``ray`` for actors of a Ray cluster at ``address``, as for `vitrail.embed`; counts of all
+            shards are added up. Diagnostics of tokens and throughput are left out there.
     """
+    check_choice("engine", engine, ("local", "ray"))
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen = None if merge is None else read_settings(merge)
@@ -118,15 +127,23 @@ def evaluate(
             if progress is not None and world.is_main:
                 progress(stage, min(done, total), total)
 
+        notes = [*_notes(known, options), f"input size {size} × {size} pixels" if size else ""]
+        notes.append(unlabeled_note("data", dataset))
+        several = known.classes if known is not None and len(known.classes) > 1 else None
+        targets = {**dataset.scaled_targets, **targets}
+        if engine == "ray":
+            from vitrail.training.evaluation.sharded import evaluate_shards
+
+            done = evaluate_shards(
+                net, dataset, expects, several, targets, options, batch, DTYPES[dtype], max_unreadable,
+                lambda done: report("evaluating", done, count), address, actors,
+            )  # fmt: skip
+            return replace(done, notes=tuple(text for text in (*notes, *done.notes) if text))
         loader = make_loader(
             dataset, image_size=expects.size[0] if expects.size else 1, device=world.device,
             rank=world.rank, world_size=world.world_size, keep=keep_data, workers=workers,
             max_unreadable=max_unreadable, progress=lambda done, total: report("reading", done, total),
         )  # fmt: skip
-        notes = [*_notes(known, options), f"input size {size} × {size} pixels" if size else ""]
-        notes.append(unlabeled_note("data", dataset))
-        several = known.classes if known is not None and len(known.classes) > 1 else None
-        targets = {**dataset.scaled_targets, **targets}
         try:
             found = evaluate_model(
                 net.to(world.device), loader, known=several, targets=targets,
@@ -178,17 +195,11 @@ def evaluate_model(
     with ExitStack() as stack:
         settings = stack.enter_context(merged_as(model, merge))
         stack.enter_context(evaluating(model))
-        with head_outputs(model) as by_token:
-            dense = bool(getattr(getattr(data, "dataset", None), "is_dense", False))
-            for images, labels in _batches(data, batch, prepare, weight.device, dense):
-                images = images if dtype is not None else images.to(weight.dtype)
-                with torch.no_grad(), autocast(weight.device, dtype):
-                    output = forward_output(model, images)
-                metrics.add(output, labels, by_token)
-                if not kept or sum(map(len, kept)) < look:
-                    kept.append(images)
-                if progress is not None:
-                    progress(metrics.seen)
+        for images in count_predictions(model, metrics, data, batch=batch, prepare=prepare, dtype=dtype):
+            if not kept or sum(map(len, kept)) < look:
+                kept.append(images)
+            if progress is not None:
+                progress(metrics.seen)
         metrics.reduce()
         tokens = diagnose_tokens(model, torch.cat(kept)[:look]) if look and kept else {}
         timed = kept[0][: None if weight.is_cuda else TIMED_ON_CPU] if kept else weight[:0]
@@ -201,6 +212,39 @@ def evaluate_model(
         dtype=str(dtype or weight.dtype).removeprefix("torch."),
         merge=settings,
     )
+
+
+def _check_finite(output: Output, seen: int) -> None:
+    """Raise if outputs are not finite: the first class would be counted as their answer."""
+    for name, values in {"logits": output.logits, **output.by_role}.items():
+        if values is not None and not values.isfinite().all():
+            first = seen + int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+            raise UnsupportedInput(
+                f"the model's output ({name}) is NaN or infinite, first for sample {first} (counted from 0); check its "
+                "weights, and evaluate with dtype='fp32'"
+            )
+
+
+def count_predictions(
+    model: nn.Module,
+    metrics: Metrics,
+    data: Any,
+    *,
+    batch: int,
+    prepare: Callable[[Tensor], Tensor] | None,
+    dtype: torch.dtype | None,
+) -> Iterator[Tensor]:
+    """Run a model on data, count its predictions, and yield the inputs of each batch; as for `evaluate_model`."""
+    weight = next(model.parameters())
+    dense = bool(getattr(getattr(data, "dataset", None), "is_dense", False))
+    with head_outputs(model) as by_token:
+        for images, labels in _batches(data, batch, prepare, weight.device, dense):
+            images = images if dtype is not None else images.to(weight.dtype)
+            with torch.no_grad(), autocast(weight.device, dtype):
+                output = forward_output(model, images)
+            _check_finite(output, metrics.seen)
+            metrics.add(output, labels, by_token)
+            yield images
 
 
 @contextmanager

@@ -63,6 +63,13 @@ class Metrics(ABC):
     def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
         """Count a batch; ``by_token`` holds the outputs of each token's head and is cleared."""
 
+    def merge(self, other: Any) -> None:
+        """Add what the same metrics of another process have counted, of samples that follow; before :meth:`reduce`."""
+        for name, tally in self._tallies.items():
+            tally.merge(other._tallies[name])
+        self.seen += other.seen
+        self.notes += [note for note in other.notes if note not in self.notes]
+
     def reduce(self) -> None:
         """Add up over ranks; every rank must call it."""
         for tally in self._tallies.values():
@@ -146,6 +153,13 @@ class HeadMetrics(Metrics):
             self._differ = all_reduce(mine.to(self._device))
             self._heads = self._heads or tuple(map(str, range(heads)))
 
+    def merge(self, other: HeadMetrics) -> None:
+        super().merge(other)
+        self._nonfinite += other._nonfinite.to(self._nonfinite)
+        if other._differ is not None:
+            theirs = other._differ.to(self._device)
+            self._differ, self._heads = theirs if self._differ is None else self._differ + theirs, other._heads
+
     def results(self) -> dict[str, Any]:
         if self._differ is None:
             return super().results()
@@ -185,6 +199,10 @@ class NeighborMetrics(Metrics):
             raise UnsupportedInput("nothing to evaluate: the model has neither heads nor pooled features")
         self._batches.append((output.logits.float(), labels))
         self.seen += len(labels)
+
+    def merge(self, other: NeighborMetrics) -> None:
+        super().merge(other)
+        self._batches += [(one.to(self._device), labels.to(self._device)) for one, labels in other._batches]
 
     def reduce(self) -> None:
         rank, world_size = rank_and_world_size()

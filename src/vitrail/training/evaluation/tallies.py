@@ -36,6 +36,10 @@ class Tally(ABC):
     def reduce(self) -> None:
         """Add up over ranks; every rank must call it."""
 
+    @abstractmethod
+    def merge(self, other: Any) -> None:
+        """Add what the same tally of another process has counted, of samples that follow."""
+
     @property
     @abstractmethod
     def count(self) -> int:
@@ -99,6 +103,10 @@ class ClassTally(Tally):
     def reduce(self) -> None:
         all_reduce(self.sums)
 
+    def merge(self, other: ClassTally) -> None:
+        self.sums += other.sums.to(self.sums)
+        self._correct += [part.to(self.sums.device) for part in other._correct]
+
     @property
     def count(self) -> int:
         return round(self.sums[0].item())
@@ -140,6 +148,9 @@ class ValueTally(Tally):
     def reduce(self) -> None:
         all_reduce(self.sums)
 
+    def merge(self, other: ValueTally) -> None:
+        self.sums += other.sums.to(self.sums)
+
     @property
     def count(self) -> int:
         return round(self.sums[0].item())
@@ -174,6 +185,9 @@ class SeveralTally(Tally):
     def reduce(self) -> None:
         if rank_and_world_size()[1] > 1:
             self._batches = [batch for part in all_gather(self._batches) for batch in part]
+
+    def merge(self, other: SeveralTally) -> None:
+        self._batches += other._batches
 
     @property
     def count(self) -> int:
@@ -214,6 +228,9 @@ class PixelTally(Tally):
 
     def reduce(self) -> None:
         all_reduce(self.sums)
+
+    def merge(self, other: PixelTally) -> None:
+        self.sums += other.sums.to(self.sums)
 
     @property
     def count(self) -> int:

@@ -138,7 +138,7 @@ def test_a_size_without_an_option(no_weights: Callable[[Exception], None]) -> No
         patch.setattr("timm.create_model", refuse)
         text = message(MODEL, random=True, size=(64, 64))
         assert "unexpected img_size" in text
-        assert "Leave --size out" in text
+        assert "Leave --image-size out" in text
 
 
 def test_no_status_line_without_a_terminal(saved_vit: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ TIMEOUT = timedelta(hours=12)
 """How long ranks wait for each other: rank 0 computes probes when the others are done."""
 
 EXAMPLES = (
-    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --size 518 -o report.html",
+    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --image-size 518 -o report.html",
     "vitrail inspect hf:facebook/dinov2-base pets.parquet --labels breed --limit 1000",
     "vitrail inspect timm:vit_tiny_patch16_224 --random-weights --no-probes",
     "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect hf:facebook/dinov2-large photos/ --limit 0",
@@ -169,7 +169,7 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
                 )
         except torch.OutOfMemoryError as error:
             raise UnsupportedInput(
-                f"Not enough memory for batches of {given['batch']} images. Use a smaller --batch or --size."
+                f"Not enough memory for batches of {given['batch']} images. Use a smaller --batch-size or --image-size."
             ) from error
 
     return world.run(work)

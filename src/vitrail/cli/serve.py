@@ -21,7 +21,7 @@ DEFAULTS = Limits()
 
 EXAMPLES = (
     "vitrail serve timm:vit_base_patch16_224 --merge r=8",
-    "vitrail serve vitrail:runs/student --merge tune.json --port 9000 --batch 64",
+    "vitrail serve vitrail:runs/student --merge tune.json --port 9000 --batch-size 64",
     "vitrail serve vitrail:tiny --merge keep=0.5 --host 0.0.0.0 --queue 512 --timeout 5",
     "curl --data-binary @cat.jpg http://127.0.0.1:8000/predict",
 )
@@ -34,7 +34,7 @@ def serve(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 for any free one.")] = 8000,
-    batch: Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Most images in a batch.")] = (
+    batch: Annotated[int, typer.Option("-b", "--batch-size", min=1, metavar="N", help="Most images in a batch.")] = (
         DEFAULTS.batch
     ),
     wait: Annotated[

@@ -17,7 +17,7 @@ from vitrail.errors import InvalidOption
 
 EXAMPLES = (
     "vitrail web",
-    "vitrail web timm:vit_small_patch14_dinov2 --size 518",
+    "vitrail web timm:vit_small_patch14_dinov2 --image-size 518",
     "vitrail web vitrail:tiny runs/student",
     "vitrail web --static site",
 )

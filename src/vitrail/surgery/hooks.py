@@ -98,6 +98,9 @@ class Recording:
         attention: attention rows of the queries (B, H, Q, N); each sums to one. Inside windows a row is 0 outside the
             query's window, padding has what is missing to one, and in a finer grid the query is the first token there.
         mlp: inputs of the MLP's last linear layer (B, N, hidden).
+        class_attention: attention rows (B, H, Q, N) in the layers of a class-attention stage, counted from 0, where
+            ``attention`` is recorded. Q are the tokens that gather there; they are the first of the N, then come the
+            other special tokens, then the patches.
     """
 
     layout: TokenLayout
@@ -112,6 +115,7 @@ class Recording:
     v: Layers = field(default_factory=dict)
     attention: Layers = field(default_factory=dict)
     mlp: Layers = field(default_factory=dict)
+    class_attention: Layers = field(default_factory=dict)
 
     @property
     def by_layer(self) -> dict[str, Layers]:
@@ -125,7 +129,7 @@ class Recording:
 
     def __len__(self) -> int:
         tensors = [one for one in (self.embedding, self.entry) if one is not None]
-        tensors += [tensor for layers in self.by_layer.values() for tensor in layers.values()]
+        tensors += [tensor for layers in (*self.by_layer.values(), self.class_attention) for tensor in layers.values()]
         return len(tensors[0]) if tensors else 0
 
 
@@ -173,6 +177,8 @@ class Recorder:
                 handles.append(block.register_forward_pre_hook(self._record_entry, with_kwargs=True))
             for layer in self.layers:
                 handles += self._hook_block(layer)
+            for layer, block in enumerate(adapter.stage(trunk) if "attention" in self.what else ()):
+                handles.append(block.register_forward_pre_hook(self._record_stage(layer), with_kwargs=True))
             with eagerly():
                 yield
         finally:
@@ -183,7 +189,10 @@ class Recorder:
         size, changed = self.found.adapter.read_images(self.found.trunk, args, kwargs)
         layout = layout_of(self.found, size)
         self.patches = self.found.adapter.layout(self.found.trunk, size).grid
-        queries = layout.find(self.queries) if "attention" in self.what else ()
+        queries: tuple[int, ...] = ()
+        gathers = bool(self.found.adapter.stage(self.found.trunk))
+        if "attention" in self.what and not (self.queries is None and gathers and not layout.num_special):
+            queries = layout.find(self.queries)
         self.passes.append(Recording(layout, self.layers, queries))
         return None if changed is None else ((), {**kwargs, **changed})
 
@@ -197,8 +206,17 @@ class Recorder:
         x = args[0] if args else kwargs[self.found.block_adapters[0].input_name]
         windows = self._windows(self._entered)
         x = x if windows is None else self._by_rows(windows, x)
+        if x.shape[1] < now.layout.num_patches or (windows is not None and x.shape[1] != now.layout.num_tokens):
+            return  # the grid changes from stage to stage, and patches with it
         patches = x[:, x.shape[1] - now.layout.num_patches :]  # added and late special tokens may not be there yet
         self.passes[-1] = replace(now, entry=self.keep(patches.float().norm(dim=-1)))
+
+    def _record_stage(self, layer: int) -> Callable[..., None]:
+        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rows = self.found.adapter.stage_attention(block, args, kwargs)
+            self._current(layer).class_attention[layer] = self.keep(rows)
+
+        return before
 
     def _hook_block(self, layer: int) -> list[RemovableHandle]:
         block, parts = self.found.blocks[layer], self.found.block_adapters[layer]

@@ -141,7 +141,7 @@ def _fits(name: str, value: Any, kind: Any) -> bool:
         parts = get_args(kind)
         if isinstance(value, str) and torch.device in parts:
             as_device(name, value)
-        if isinstance(value, str | os.PathLike) and any(_is_path(part) for part in parts):
+        if isinstance(value, str | os.PathLike) and str(value) and any(_is_path(part) for part in parts):
             as_path(name, value)
         return any(_fits(name, value, part) for part in parts)
     if kind is None or kind is type(None):

@@ -98,7 +98,7 @@ def test_mean_over_a_directory(tmp_path: Path) -> None:
 def test_bad_options_are_refused() -> None:
     case = ALL["timm-registers"]
     model, images = case.model(), case.images()
-    with pytest.raises(InvalidOption, match="zero, mean, noise, shuffle"):
+    with pytest.raises(InvalidOption, match=r"zero.*mean.*noise.*shuffle"):
         ablate(model, "fire")  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match="needs images"):
         ablate(model, "mean")

@@ -52,7 +52,7 @@ def test_outputs_of_a_head(spec: TokenSpec, outputs: int) -> None:
         ({"name": "keys"}, "try 'keys_token'"),
         ({"name": "type"}, "try 'type_token'"),
         ({"name": "patch"}, "cannot name a token"),
-        ({"count": 0}, "count=0; expected an integer, 1 or more"),
+        ({"count": 0}, "count=0; expected an integer from 1"),
         ({"count": True}, "count=True"),
         ({"std": -1}, "std=-1"),
         ({"std": float("nan")}, "std=nan"),

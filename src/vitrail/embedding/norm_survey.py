@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail._checks import check_choice, check_int
 from vitrail.adapters import find
 from vitrail.analysis.norms import NormAccumulator, Norms
@@ -52,6 +53,7 @@ def count_norms(model: nn.Module, dataset: Dataset, indices: range, batch: int) 
     return counts
 
 
+@checked
 def survey_norms(
     model: nn.Module,
     data: Any,

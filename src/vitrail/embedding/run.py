@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail._checks import check_choice, check_int
 from vitrail.adapters import find
 from vitrail.adapters.registry import SOURCE_ATTRIBUTE, sized
@@ -82,6 +83,7 @@ class Progress:
         return self.images / self.model_seconds if self.model_seconds else 0.0
 
 
+@checked
 def embed(
     model: nn.Module,
     data: Any,
@@ -140,6 +142,7 @@ def embed(
     return plan.run(out, overwrite=overwrite, progress=progress, engine=engine, address=address, actors=actors)
 
 
+@checked
 def predict(
     model: nn.Module,
     data: Any,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from vitrail._arguments import checked
 from vitrail._checks import as_tuple
 from vitrail.embedding.embedder import Column
 from vitrail.embedding.storage import Storage, open_storage, split
@@ -157,6 +158,7 @@ def _leaves(schema: Any) -> list[str]:
     return [f"{one.name}.list.element" if lists(one.type) else one.name for one in schema]
 
 
+@checked
 def read_embeddings(paths: Any) -> Embeddings:
     """Read what ``vitrail embed`` or ``vitrail predict`` wrote, as one table in the order of the files.
 

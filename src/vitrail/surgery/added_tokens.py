@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from vitrail._arguments import checked
 from vitrail._atomic_files import write_bytes
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import Found, find
@@ -40,7 +39,6 @@ LARGEST_GATE = 20
 """Largest bias that :meth:`AddedTokens.open` takes."""
 
 
-@checked
 def add_tokens(
     model: nn.Module,
     *,

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
 from vitrail.errors import InvalidOption
 from vitrail.tokens.layout import Role
@@ -108,9 +107,10 @@ class TokenSpec:
         return cls(**values)
 
 
-@checked
 def check_specs(specs: Iterable[TokenSpec | Mapping[str, Any]]) -> tuple[TokenSpec, ...]:
     """Return specs as a tuple after checking that they can be used together; a spec may be given as a dict."""
+    if isinstance(specs, str) or not isinstance(specs, Iterable) or getattr(specs, "ndim", 1) == 0:
+        raise InvalidOption(f"special tokens must be a list of TokenSpec objects; got {type(specs).__name__}")
     checked = tuple(TokenSpec.from_dict(spec) if isinstance(spec, Mapping) else spec for spec in specs)
     for spec in checked:
         if not isinstance(spec, TokenSpec):

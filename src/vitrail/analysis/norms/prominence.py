@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail._arguments import fitting
+
 RANK = 3
 """The neighbor that a token is compared with: up to two adjacent artifacts still stand out, but not a patch at the
 corner of an object, which has three neighbors in it."""
@@ -26,6 +28,7 @@ SMALLEST = 1e-30
 """Norms are at least this where they divide."""
 
 
+@fitting
 def prominence(norms: Tensor, entry: Tensor | None = None, grid: tuple[int, int, int] | None = None) -> Tensor:
     """Return the prominence (B, P) of patches with these norms (B, P), in float64; NaN where a norm is not finite.
 

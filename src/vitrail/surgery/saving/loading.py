@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail.adapters import load_model
 from vitrail.adapters.saved import read_config, saved_library
 from vitrail.errors import ModelLoadError
@@ -17,6 +18,7 @@ from vitrail.surgery.saving.settings import FILE, Settings
 from vitrail.surgery.saving.text import read_settings
 
 
+@checked
 def load(path: str | Path, model: nn.Module | None = None, *, check: Check | None = "structure") -> nn.Module:
     """Return a model with the changes that were saved, in place: merging, added tokens, test-time registers.
 
@@ -50,6 +52,7 @@ def load(path: str | Path, model: nn.Module | None = None, *, check: Check | Non
     return made
 
 
+@checked
 def from_pretrained(name: str | Path, **options: Any) -> nn.Module:
     """Load a model that was saved while it was changed, by the library's own ``save_pretrained``, and change it again.
 

@@ -49,6 +49,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	$(BIN)/vitrail web --static site/play
 
 format: $(STAMP)
 	$(BIN)/ruff format .

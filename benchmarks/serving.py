@@ -220,7 +220,7 @@ async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     wanted = {merge: alone(arguments.model, merge, images) for merge in settings}
     results = []
     for merge in [*settings, *reversed(settings)]:
-        async with ServerProcess(arguments.model, merge, "--batch", str(arguments.batch)) as server:
+        async with ServerProcess(arguments.model, merge, "--batch", str(arguments.batch), "--timeout", "300") as server:
             await drive(server.port, images, wanted[merge], arguments.clients, arguments.clients)  # warm-up
             load = await drive(server.port, images, wanted[merge], arguments.clients, arguments.requests, merge)
             code = await server.stop()

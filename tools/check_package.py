@@ -25,7 +25,12 @@ with vitrail.merge(model, r=16) as merging:
 assert torch.equal(model(images), plain)
 print("vitrail", vitrail.__version__, "works")
 """
-NEEDED = ("vitrail/weights/tiny/model.safetensors", "vitrail/report/page/style.css", "vitrail/py.typed")
+NEEDED = (
+    "vitrail/weights/tiny/model.safetensors",
+    "vitrail/report/page/style.css",
+    "vitrail/web/page/index.html",
+    "vitrail/py.typed",
+)
 """Files that are no modules, and must be in the wheel."""
 
 

@@ -51,7 +51,7 @@ def check_int(name: str, value: Any, low: int = 1) -> None:
 
 def check_share(name: str, value: Any, *, zero: bool = True, one: bool = True) -> None:
     """Raise unless an option is a number from 0 to 1 (numpy's included), with or without the ends."""
-    right = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1
+    right = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
     right = right and (zero or value > 0) and (one or value < 1)
     check(name, value, right, f"a number {'from' if zero else 'above'} 0, {'up to' if one else 'below'} 1")
 

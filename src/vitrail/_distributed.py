@@ -119,7 +119,7 @@ def is_first_to_report() -> bool:
     """
     try:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=2))
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=2))  # type: ignore[attr-defined]
         return int(store.add("vitrail/reported", 1)) == 1
     except (KeyError, ValueError, RuntimeError):
         return True

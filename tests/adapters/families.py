@@ -11,6 +11,7 @@ from tests.parity import (
     models_open_clip,
     models_timm_beit,
     models_timm_eva,
+    models_timm_relpos,
     models_timm_vit,
     models_torchvision,
     models_transformers,
@@ -23,6 +24,7 @@ from tests.parity import (
     models_transformers_siglip2,
     models_transformers_video,
     models_transformers_vjepa2,
+    models_windowed,
 )
 from tests.parity.models import Case
 
@@ -43,7 +45,7 @@ class Family:
 
 
 _VIT, _HF = models_timm_vit.CASES, models_transformers.CASES
-_RELATIVES = models_transformers_relatives.CASES
+_RELATIVES, _WINDOWED = models_transformers_relatives.CASES, models_windowed.CASES
 
 FAMILIES: dict[str, Family] = {
     "ViT, DeiT 3, AugReg (timm)": Family(_VIT["class-even"], "timm:vit_base_patch16_224"),
@@ -62,6 +64,17 @@ FAMILIES: dict[str, Family] = {
         False,
     ),
     "BEiT, BEiT v2 (timm)": Family(models_timm_beit.CASES["own"], "timm:beit_base_patch16_224", False),
+    "ViT with relative position (timm)": Family(
+        models_timm_relpos.CASES["table"], "timm:vit_relpos_base_patch16_224", False
+    ),
+    "ViT with attention beside the MLP (timm)": Family(_VIT["parallel-no-biases"], "timm:vit_base_patch16_xp_224"),
+    "ViT with parallel attentions and MLPs (timm)": Family(
+        _VIT["several-things"], "timm:vit_small_patch16_18x2_224", False
+    ),
+    "ViT with differential attention (timm)": Family(_VIT["differential"], "timm:vit_dwee_patch16_reg1_gap_256"),
+    "Swin (timm)": Family(_WINDOWED["swin"], "timm:swin_tiny_patch4_window7_224"),
+    "Swin V2 (timm)": Family(_WINDOWED["swin-v2"], "timm:swinv2_tiny_window8_256", False),
+    "Hiera (timm)": Family(_WINDOWED["hiera"], "timm:hiera_tiny_224"),
     "ViT, DeiT (transformers)": Family(_HF["deit-head"], "hf:facebook/deit-base-distilled-patch16-224", False),
     "DINOv2, with registers (transformers)": Family(_HF["registers-head"], "hf:facebook/dinov2-with-registers-base"),
     "DINOv3 (transformers)": Family(
@@ -88,6 +101,9 @@ FAMILIES: dict[str, Family] = {
     "Pixio (transformers)": Family(_RELATIVES["pixio"], "hf:facebook/pixio-vitb16"),
     "TIPSv2 (transformers)": Family(_RELATIVES["tipsv2"], "hf:google/tipsv2-b14"),
     "C-RADIO (transformers)": Family(_RELATIVES["radio"], "hf:nvidia/C-RADIOv4-H"),
+    "Swin (transformers)": Family(_WINDOWED["hf-swin"], "hf:microsoft/swin-tiny-patch4-window7-224", False),
+    "SAM (transformers)": Family(_WINDOWED["sam"], "hf:facebook/sam-vit-base"),
+    "SAM 2 (transformers)": Family(_WINDOWED["sam2"], "hf:facebook/sam2.1-hiera-tiny", False),
     "VideoMAE (transformers)": Family(
         models_transformers_video.CASES["videomae-head"], "hf:MCG-NJU/videomae-base-finetuned-kinetics"
     ),
@@ -99,6 +115,7 @@ FAMILIES: dict[str, Family] = {
         models_transformers_audio.CASES["ast-head"], "hf:MIT/ast-finetuned-audioset-10-10-0.4593"
     ),
     "ViT (torchvision)": Family(models_torchvision.CASES["vit"], "torchvision:vit_b_16", False),
+    "Swin, Swin V2 (torchvision)": Family(_WINDOWED["torchvision"], "torchvision:swin_t torchvision:swin_v2_t", False),
     "CLIP, CoCa and others (open_clip)": Family(models_open_clip.CASES["attention"], "open_clip:ViT-B-32:openai"),
 }
 """Families by their names in the table."""

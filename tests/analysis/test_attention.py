@@ -9,7 +9,7 @@ import torch
 from scipy.spatial.distance import jensenshannon
 
 from vitrail import Role, TokenLayout, TokenSpan
-from vitrail.analysis.attention import entropy, overlap, role_mass, rollout, spread, token_maps
+from vitrail.analysis.attention import entropy, map_quality, overlap, role_mass, rollout, spread, token_maps
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 LAYOUT = TokenLayout.of(Role.CLASS, (Role.REGISTER, 2), grid=(2, 2, 3))
@@ -209,3 +209,34 @@ def test_cuda_agrees_with_the_cpu():
     assert torch.allclose(overlap(there).divergence, overlap(maps).divergence)
     assert torch.allclose(spread(there).effective, spread(maps).effective)
     assert torch.allclose(rollout([attention.cuda()] * 2).cpu(), rollout([attention] * 2))
+
+
+def test_quality_of_maps_on_a_planted_object():
+    """An object of 2 × 2 patches: one token looks at it, one at a single spot elsewhere, one everywhere."""
+    maps = torch.zeros(3, 2, 3, 1, 5, 5)
+    maps[:, :, 0, 0, 1:3, 1:3] = 0.25
+    maps[:, :, 1] = 0.5 / 24
+    maps[:, :, 1, 0, 4, 4] = 0.5
+    maps[:, :, 2] = 1 / 25
+    share = torch.zeros(3, 5, 5)
+    share[:, 1:3, 1:3] = 1
+    share[2] = 0  # an image without an object is left out
+    found = map_quality(maps, share.flatten(1))
+    assert found.on_object.tolist() == pytest.approx([1, 4 * 0.5 / 24, 4 / 25])
+    assert (found.fair, found.object_images) == (pytest.approx(4 / 25), 2)
+    assert found.patch_hit[:2].tolist() == [1, 0]
+    assert found.spikes.tolist() == [0, 1, 0]
+    assert found.on_spikes.tolist() == pytest.approx([0, 0.5, 0])
+    without = map_quality(maps)
+    assert without.on_object is None
+    assert torch.equal(without.spikes, found.spikes)
+
+
+def test_quality_leaves_out_unknown_patches():
+    maps = torch.rand(1, 1, 1, 1, 3, 3) + 0.1
+    share = torch.tensor([[1.0, 0, 0.5, math.nan, 0, 0, 1, 0, math.nan]])
+    known = [0, 1, 2, 4, 5, 6, 7]
+    flat = maps.flatten()
+    found = map_quality(maps, share)
+    assert found.on_object.item() == pytest.approx((flat[known] @ share[0, known] / flat[known].sum()).item(), rel=1e-5)
+    assert found.fair == pytest.approx(2.5 / 7)

@@ -96,7 +96,7 @@ def test_closed_pipe() -> None:
         ("got order='luck' and proportional=False", "got --order 'luck' and --no-proportional"),
         (
             "size=224: not a number; unmerge=True is another matter",
-            "--size 224: not a number; unmerge=True is another matter",
+            "--image-size 224: not a number; unmerge=True is another matter",
         ),
         ("choose another directory, out= (-o)", "choose another directory, out= (-o)"),
         ("a == b, merging.keep=3, x-keep=2", "a == b, merging.keep=3, x-keep=2"),

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import vitrail
 from tests.cli.words import one_line
 from vitrail.adapters import input_spec
+from vitrail.adapters.registry import named_classes
 from vitrail.cli import app
 from vitrail.data import to_tensor
 from vitrail.export import export
@@ -68,7 +69,7 @@ def check_script(script: Path, model: torch.nn.Module, folder: Path) -> None:
     assert (path, name, shape, len(best)) == (str(folder / "noise.png"), "logits", "(5,)", 5)
     with torch.no_grad():
         logits = model(to_tensor([image], input_spec(model))).logits[0]
-    names = vitrail.class_names(model).get("label")
+    names = named_classes(model, 5)
     scores = logits.softmax(0) if names else logits
     keys = names or [str(index) for index in range(5)]
     wanted = {keys[index]: scores[index].item() for index in scores.argsort(descending=True).tolist()}

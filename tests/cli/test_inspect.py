@@ -131,7 +131,7 @@ MISTAKES = {
     "no page": ((MODEL, "-o", "report.pdf"), "-o report.pdf: expected the name of a page, like report.html"),
     "no folder": ((MODEL, "-o", "nowhere/report.html"), "nowhere/report.html"),
     "negative limit": ((MODEL, "--limit", "-1"), "'--limit'"),
-    "empty batch": ((MODEL, "--batch", "0"), "'--batch'"),
+    "empty batch": ((MODEL, "--batch", "0"), "'--batch-size'"),
 }
 
 

@@ -138,7 +138,7 @@ def test_a_size_without_an_option(no_weights: Callable[[Exception], None]) -> No
         patch.setattr("timm.create_model", refuse)
         text = message(MODEL, random=True, size=(64, 64))
         assert "unexpected img_size" in text
-        assert "Leave --size out" in text
+        assert "Leave --image-size out" in text
 
 
 def test_no_status_line_without_a_terminal(saved_vit: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "sound": (
         {"in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
         {"mean": [1.0], "std": [2.0], "scale": 1.0},
-        "takes spectrograms or other arrays, 1 × 16 × 24, and vitrail inspect is for models that take images.",
+        "takes spectrograms or other arrays, 1 × 16 × 24, and vitrail demo is for models that take images.",
     ),
     "clip": (
         {"image_size": (4, 16, 16), "patch_size": (2, 8, 8)},
@@ -199,12 +199,14 @@ def test_models_without_image_input_report_their_input(kind: str, tmp_path: Path
         (tmp_path / "labels.json").write_text(json.dumps({"classes": {}, "preprocessing": expects}))
     if message:
         with pytest.raises(UnsupportedInput) as caught:
-            load(str(tmp_path), "inspect", device="cpu")
+            load(str(tmp_path), "demo", device="cpu")
         text = str(caught.value)
         assert text.startswith(f"{tmp_path} {message}")
         assert "vitrail.training.evaluate" in text
     else:
-        assert load(str(tmp_path), "inspect", device="cpu").spec.modality == "image"
+        assert load(str(tmp_path), "demo", device="cpu").spec.modality == "image"
+    if kind in ("clip", "never trained"):
+        assert load(str(tmp_path), "inspect", device="cpu").spec.modality in ("video", "audio")
     loaded = load(str(tmp_path), "bench", device="cpu")  # which runs on random inputs
     sides = options["image_size"]
     assert loaded.spec.shape == (options.get("in_chans", 3), *((sides, sides) if isinstance(sides, int) else sides))

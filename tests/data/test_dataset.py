@@ -510,3 +510,30 @@ def test_pets(shared_data: Path) -> None:
     counts = held.labels[:, 0].bincount(minlength=37)
     assert (counts - 0.1 * dataset.labels[:, 0].bincount()).abs().max() <= 1
     assert held.tensor(0, 64).float().std() > 10
+
+
+def test_names_of_known_classes_may_differ_in_case_blanks_and_underscores(tmp_path: Path) -> None:
+    for name in ("English_springer", "chain  SAW"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / name / "a.png")
+    known = {"label": ("other", "english springer", "Chain_Saw")}
+    dataset = open_dataset(tmp_path, classes=known, labeled=True)
+    assert {name.split("/")[0]: int(label) for name, label in zip(dataset.names, dataset.labels, strict=True)} == {
+        "English_springer": 1,
+        "chain  SAW": 2,
+    }
+    several = {"label": ("english springer", "English_springer", "chain saw")}
+    exact = open_dataset(tmp_path, classes=several, labeled=True)
+    assert sorted(exact.labels[:, 0].tolist()) == [1, 2]
+    with pytest.raises(InvalidOption, match="not among the 3 known classes"):  # two known ones are spelled alike
+        open_dataset(tmp_path, classes={"label": ("ENGLISH springer", "English springer", "chain saw")}, labeled=True)
+
+
+def test_an_unlabeled_folder_and_a_file_of_text_are_named_as_such(tmp_path: Path) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    with pytest.raises(ImageError, match="is an unlabeled folder"):
+        open_dataset(tmp_path, labeled=True)
+    (tmp_path / "labels.json").write_text("{}")
+    with pytest.raises(ImageError, match="is a file of text"):
+        open_dataset(tmp_path / "labels.json")
+    assert len(open_dataset(tmp_path)) == 1  # in a folder it is left out

@@ -64,6 +64,27 @@ def test_tokens_are_those_of_the_library(name: str, merged: bool) -> None:
         np.testing.assert_allclose(columns["class"], tokens[:, 0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("merged", [False, True], ids=["plain", "merged"])
+def test_patches_of_hierarchical_models(merged: bool) -> None:
+    import timm
+    import torchvision
+
+    small: dict[str, Any] = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 4, 8)}
+    swin = timm.create_model("swin_tiny_patch4_window7_224", **small)
+    sizes: dict[str, Any] = {"patch_size": [4, 4], "embed_dim": 24, "depths": [1, 2], "num_heads": [1, 2]}
+    other = torchvision.models.SwinTransformer(window_size=[7, 7], stochastic_depth_prob=0.0, **sizes)
+    for model in (swin.eval(), other.eval()):
+        if merged:
+            vitrail.merge(model, r=2)
+        images = torch.randn(1, 3, 224, 224)
+        with torch.no_grad():
+            tokens = model.forward_features(images) if model is swin else model.norm(model.features(images))
+            tokens = tokens.flatten(1, 2)
+        columns = Embedder(model, "patches,mean", dtype="float32")(images)
+        np.testing.assert_allclose(columns["patches"], tokens, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(columns["mean"], tokens.mean(1), rtol=1e-3, atol=1e-4)
+
+
 def test_class_token_of_clip_is_its_pooled_output() -> None:
     case = ALL["clip-projection"]
     model, images = case.model(torch.float32), case.images(torch.float32)

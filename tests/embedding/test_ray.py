@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -140,3 +141,21 @@ def test_evaluation_adds_up(cluster: Any, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(torch.equal(many.confusion[name], one.confusion[name]) for name in one.confusion)
     assert many.loss == pytest.approx(one.loss)
     np.testing.assert_array_equal(many.right["fused"], one.right["fused"])
+
+
+def test_norms_from_the_command_line(cluster: Any, photos: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from vitrail.cli import app
+
+    args = ["inspect", "vitrail:tiny", str(photos), "--limit", "0", "--engine", "ray", "--actors", "1"]
+    result = CliRunner().invoke(app, [*args, "-o", str(tmp_path / "norms.json")])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "norms.json").read_text())
+    expected = survey_norms(vitrail.load_model("vitrail:tiny"), str(photos), batch=16)
+    assert (found["num_images"], found["verdict"]) == (18, expected.verdict)
+    means = [one["mean"] for one in found["per_layer"]]  # an actor may have another number of threads
+    assert means == pytest.approx([one.mean for one in expected.per_layer], rel=1e-6)
+    result = CliRunner().invoke(app, [*args, "-o", str(tmp_path / "a.html")])
+    assert result.exit_code == 2
+    assert "norms.json" in result.output

@@ -79,6 +79,11 @@ def test_every_output_holds_the_same(photos: Path, tmp_path: Path, small_shards:
     assert len(list((tmp_path / "folder").glob("part-*.parquet"))) == 4
     assert not (tmp_path / "a.parquet.parts").exists()
     np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), memory.to_numpy())
+
+
+def test_data_frame(photos: Path) -> None:
+    pytest.importorskip("pandas")
+    memory = embedded(photos)
     frame = memory.to_pandas()
     assert list(frame.columns) == ["index", "name", "class"]
     np.testing.assert_array_equal(np.stack(frame["class"]), memory.to_numpy())

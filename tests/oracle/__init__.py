@@ -17,11 +17,12 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
+    from timm.models.vision_transformer_relpos import VisionTransformerRelPos
     from torchvision.models import VisionTransformer as TorchvisionTransformer
     from transformers import PreTrainedModel
 
     from tests.oracle.open_clip_models import describe_open_clip
-    from tests.oracle.timm_models import describe_beit, describe_eva, describe_vit
+    from tests.oracle.timm_models import describe_beit, describe_eva, describe_relpos, describe_vit
     from tests.oracle.torchvision_models import describe_torchvision
     from tests.oracle.transformers_aimv2 import describe_aimv2
     from tests.oracle.transformers_audio import describe_ast
@@ -37,6 +38,8 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
         return describe_beit(model, images)
     if isinstance(model, Eva):
         return describe_eva(model, images)
+    if isinstance(model, VisionTransformerRelPos):
+        return describe_relpos(model, images)
     if isinstance(model, VisionTransformer):
         return describe_vit(model, images)
     if isinstance(model, TorchvisionTransformer):

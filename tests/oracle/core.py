@@ -42,6 +42,7 @@ class Parts:
     feed: Callable[[Tensor], Tensor]
     q_norm: Callable[[Tensor], Tensor] = identity
     k_norm: Callable[[Tensor], Tensor] = identity
+    project_with_input: Callable[[Tensor, Tensor], Tensor] | None = None  # also takes the attention's input
     rotate: Rotate | None = None
     inner_norm: Callable[[Tensor], Tensor] = identity  # on the concatenated heads, before the projection
     gate: Callable[[Tensor], Tensor] | None = None  # from the attention's input, multiplies the concatenated heads
@@ -195,7 +196,8 @@ def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool
     mixed = parts.inner_norm(torch.cat(out, -1))
     if parts.gate is not None:
         mixed = mixed * parts.gate(y)
-    x = x + parts.gain_attend(parts.after_attend(parts.project(mixed)))
+    projected = parts.project(mixed) if parts.project_with_input is None else parts.project_with_input(mixed, y)
+    x = x + parts.gain_attend(parts.after_attend(projected))
     for token, vector in zip(tokens, x, strict=True):
         token.vector = vector
     return metric

@@ -14,7 +14,13 @@ from timm.layers.pos_embed_sincos import (
 )
 from timm.models.beit import Beit
 from timm.models.eva import Eva, EvaBlockPostNorm
-from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import (
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
+from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
 from torch import Tensor, nn
 
 from tests.oracle.core import Parts, Position, Recipe, Rotate, identity
@@ -75,14 +81,37 @@ def describe_beit(model: Beit, images: Tensor) -> Recipe:
     )
 
 
-def relative_bias(tables: list[Tensor | None], height: int, width: int) -> Tensor | None:
+def describe_relpos(model: VisionTransformerRelPos, images: Tensor) -> Recipe:
+    """A VisionTransformerRelPos on these images; the bias of an MLP is the library's own."""
+    tokens, prefix = model.patch_embed(images), model.num_prefix_tokens
+    if prefix:
+        tokens = torch.cat([model.cls_token.expand(len(images), -1, -1), tokens], dim=1)
+    grid = model.patch_embed.grid_size
+
+    def bias_of(block: nn.Module) -> Tensor:
+        module = block.attn.rel_pos if block.attn.rel_pos is not None else model.shared_rel_pos
+        table = getattr(module, "relative_position_bias_table", None)
+        found = module.get_bias()[0] if table is None else relative_bias([table], *grid, special=prefix)
+        assert found is not None
+        return found
+
+    return Recipe(
+        tokens=tokens,
+        prefix=prefix,
+        blocks=[replace(_parts(block, None), bias=bias_of(block)) for block in model.blocks],
+        finish=lambda x: {"output": model.forward_head(model.norm(x))},
+        features=model.norm,
+    )
+
+
+def relative_bias(tables: list[Tensor | None], height: int, width: int, special: int = 1) -> Tensor | None:
     """(H, N, N) from tables of one row per offset, then class to patch, patch to class, class to class."""
     given = [table for table in tables if table is not None]
     if not given:
         return None
     table = sum(given[1:], given[0])
     offsets = (2 * height - 1) * (2 * width - 1)
-    cells = [None, *((i, j) for i in range(height) for j in range(width))]
+    cells = [*[None] * special, *((i, j) for i in range(height) for j in range(width))]
 
     def row(query: tuple[int, int] | None, key: tuple[int, int] | None) -> Tensor:
         if query is None or key is None:
@@ -188,10 +217,115 @@ def _gain(block: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
     return identity if gamma is None else lambda x: x * gamma
 
 
+def _in_parallel(block: ParallelScalingBlock) -> Parts:
+    """Attention and MLP read the same tokens, and their sum is added: nothing is left to feed."""
+    hidden, width = block.in_split[0], block.head_dim
+    early = getattr(block, "qkv_bias", None)  # timm before 1.0.28
+
+    def rows(start: int, end: int | None) -> Callable[[Tensor], Tensor]:
+        weight, bias = block.in_proj.weight[start:end], block.in_proj.bias
+        if early is not None:
+            bias = torch.cat([early, block.mlp_bias])
+        return lambda y: y @ weight.T if bias is None else y @ weight.T + bias[start:end]
+
+    def heads(part: int) -> Callable[[Tensor], Tensor]:
+        size = block.in_split[1]
+        project = rows(hidden + part * size, hidden + (part + 1) * size)
+        return lambda y: project(y).reshape(len(y), -1, width)
+
+    def beside(y: Tensor) -> Tensor:
+        inner = rows(0, hidden)(y)
+        return block.mlp_act(inner if block.mlp_bias is None or early is not None else inner + block.mlp_bias)
+
+    def project(mixed: Tensor, y: Tensor) -> Tensor:
+        if getattr(block, "out_proj", None) is not None:
+            return block.out_proj(torch.cat([mixed, beside(y)], -1))
+        return block.attn_out_proj(mixed) + block.mlp_out_proj(beside(y))
+
+    return Parts(
+        scale=width**-0.5,
+        q=heads(0),
+        k=heads(1),
+        v=heads(2),
+        q_norm=block.q_norm,
+        k_norm=block.k_norm,
+        project=identity,
+        project_with_input=project,
+        feed=lambda x: 0 * x,
+        before_attend=block.in_norm,
+        gain_attend=block.ls,
+    )
+
+
+def _several(block: ParallelThingsBlock) -> Parts:
+    """The heads of all attentions side by side, each with the norm of its own."""
+    each = [_project_heads(one.attn) for one in block.attns]
+    norms = [(one.attn.q_norm, one.attn.k_norm, identity) for one in block.attns]
+
+    def heads(part: int) -> Callable[[Tensor], Tensor]:
+        def apply(x: Tensor) -> Tensor:
+            pairs = zip(block.attns, each, norms, strict=True)
+            return torch.cat([norm[part](own[part](one.norm(x))) for one, own, norm in pairs], 1)
+
+        return apply
+
+    def project(mixed: Tensor) -> Tensor:
+        pieces = zip(block.attns, mixed.chunk(len(block.attns), -1), strict=True)
+        return sum(one.ls(one.attn.proj(piece)) for one, piece in pieces)
+
+    width = block.attns[0].attn.head_dim
+    return Parts(
+        scale=width**-0.5,
+        q=heads(0),
+        k=heads(1),
+        v=heads(2),
+        project=project,
+        feed=lambda x: sum(one.ls(one.mlp(one.norm(x))) for one in block.ffns),
+    )
+
+
+def _differential(block: nn.Module) -> Parts:
+    """Two softmaxes for each head of values, and their difference."""
+    attention, width = block.attn, block.attn.head_dim
+    q, k, v = _project_heads(attention)
+    first = torch.exp((attention.lambda_q1 * attention.lambda_k1).sum())
+    factor = first - torch.exp((attention.lambda_q2 * attention.lambda_k2).sum()) + attention.lambda_init
+
+    def values(x: Tensor) -> Tensor:
+        wide = v(x).reshape(len(x), attention.num_heads, 2 * width)
+        return torch.stack([wide[:, head // 2] for head in range(2 * attention.num_heads)], 1)
+
+    def project(mixed: Tensor) -> Tensor:
+        heads = mixed.reshape(len(mixed), attention.num_heads, 2, 2 * width)
+        kept = attention.sub_norm(heads[:, :, 0] - factor * heads[:, :, 1]) * (1 - attention.lambda_init)
+        return attention.proj(attention.norm(kept.reshape(len(mixed), -1)))
+
+    return Parts(
+        scale=width**-0.5,
+        q=lambda x: q(x).reshape(len(x), -1, width),
+        k=lambda x: k(x).reshape(len(x), -1, width),
+        v=values,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        project=project,
+        feed=block.mlp,
+        before_attend=block.norm1,
+        before_feed=block.norm2,
+        gain_attend=_gain(block, 1),
+        gain_feed=_gain(block, 2),
+    )
+
+
 def _parts(block: nn.Module, angles: Angles | None) -> Parts:
+    if isinstance(block, ParallelScalingBlock):
+        return _in_parallel(block)
+    if isinstance(block, ParallelThingsBlock):
+        return _several(block)
+    if type(block.attn).__name__ == "DiffAttention":
+        return _differential(block)
     attention = block.attn
     q, k, v = _project_heads(attention)
-    after = isinstance(block, (ResPostBlock, EvaBlockPostNorm))
+    after = isinstance(block, (ResPostBlock, EvaBlockPostNorm, ResPostRelPosBlock))
     gate = getattr(attention, "gate", None)
     return Parts(
         scale=(attention.proj.in_features // attention.num_heads) ** -0.5,

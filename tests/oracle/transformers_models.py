@@ -61,6 +61,11 @@ def heads_of(linear: nn.Linear, width: int) -> Callable[[Tensor], Tensor]:
     return apply
 
 
+def _biased(heads: Callable[[Tensor], Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return a projection with a bias that the attention holds itself: VideoMAE before transformers 5.10."""
+    return heads if bias is None else lambda x: (heads(x).flatten(1) + bias).view_as(heads(x))
+
+
 def parts_of_layer(layer: nn.Module) -> Parts:
     """Return the parts of a block with the names of ViT or DINOv2."""
     attention = layer.attention
@@ -89,13 +94,13 @@ def _nested_parts(layer: nn.Module) -> Parts:
     scaled = hasattr(layer, "layer_scale1")
     return Parts(
         scale=width**-0.5,
-        q=heads_of(attention.query, width),
+        q=_biased(heads_of(attention.query, width), getattr(attention, "q_bias", None)),
         k=heads_of(attention.key, width),
-        v=heads_of(attention.value, width),
+        v=_biased(heads_of(attention.value, width), getattr(attention, "v_bias", None)),
         project=layer.attention.output.dense,
-        feed=layer.mlp if scaled else lambda x: layer.output.dense(layer.intermediate(x)),
-        before_attend=layer.norm1 if scaled else layer.layernorm_before,
-        before_feed=layer.norm2 if scaled else layer.layernorm_after,
+        feed=layer.mlp if hasattr(layer, "mlp") else lambda x: layer.output.dense(layer.intermediate(x)),
+        before_attend=layer.norm1 if hasattr(layer, "norm1") else layer.layernorm_before,
+        before_feed=layer.norm2 if hasattr(layer, "norm2") else layer.layernorm_after,
         gain_attend=(lambda x: x * layer.layer_scale1.lambda1) if scaled else identity,
         gain_feed=(lambda x: x * layer.layer_scale2.lambda1) if scaled else identity,
     )

@@ -8,7 +8,12 @@ from typing import Any
 import timm
 from timm.layers import Attention, GluMlp, LayerNorm, RmsNorm
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import (
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
 from torch import nn
 
 from tests.parity.models import Case, by_name
@@ -50,6 +55,13 @@ def wide_heads() -> nn.Module:
     return model
 
 
+def differential() -> nn.Module:
+    """Differential attention, which not every version has."""
+    from timm.layers import DiffAttention
+
+    return vit(attn_layer=DiffAttention, init_values=0.5, qk_norm=True, scale_attn_norm=True)
+
+
 SQUARE = (32, 32)
 ATTENTION = ("timm", "1.0.28")
 """Version with gates, heads of any width, refined pooling, and special tokens without positions."""
@@ -85,6 +97,19 @@ CASES = by_name(
         Case("wide-heads", wide_heads, SQUARE, needs=ATTENTION),
         Case("glu", partial(vit, mlp_layer=GluMlp, norm_layer=RmsNorm, pre_norm=True), SQUARE),
         Case("post-norm", partial(vit, block_fn=ResPostBlock, init_values=1.0), SQUARE),
+        # The library computes both halves of the first projection at once.
+        Case("parallel", partial(vit, block_fn=ParallelScalingBlock, qk_norm=True), SQUARE, bit_equal=False),
+        Case(
+            "parallel-no-biases",
+            partial(vit, block_fn=ParallelScalingBlock, qkv_bias=False, init_values=0.5),
+            SQUARE,
+            bit_equal=False,
+        ),
+        Case(
+            "parallel-fused", partial(named, "vit_pwee_patch16_reg1_gap_256"), SQUARE, bit_equal=False, needs=ATTENTION
+        ),
+        Case("several-things", partial(vit, block_fn=ParallelThingsBlock, init_values=0.5, qk_norm=True), SQUARE),
+        Case("differential", differential, SQUARE, tolerance=1e-6, bit_equal=False, needs=ATTENTION),
         Case("dynamic", partial(vit, dynamic_img_size=True, reg_tokens=1), (24, 56)),
         Case("dynamic-padded", partial(vit, dynamic_img_size=True, dynamic_img_pad=True), (27, 36)),
         Case("unfused", unfused, SQUARE, bit_equal=False),

@@ -40,7 +40,7 @@ CASES = by_name(
         Case("mae", partial(vit, OrderedMae, mask_ratio=0.0), SQUARE),
         Case("mae-interpolated", partial(vit, OrderedMae, mask_ratio=0.0), (24, 56), call=INTERPOLATED),
         Case("pixio", partial(build, hf.PixioModel, n_cls_tokens=3), SQUARE),
-        Case("pixio-wide", partial(build, hf.PixioModel, n_cls_tokens=2), (24, 56)),
+        Case("pixio-wide", partial(build, hf.PixioModel, n_cls_tokens=2), (24, 56), needs=RECENT),
         Case("tipsv2", partial(named, "Tipsv2VisionModel", num_register_tokens=2), SQUARE, needs=RECENT),
         Case("tipsv2-swiglu", partial(named, "Tipsv2VisionModel", use_swiglu_ffn=True), (24, 56), needs=RECENT),
         Case("radio", partial(named, "RadioModel", max_img_size=64), (24, 56), needs=RECENT),

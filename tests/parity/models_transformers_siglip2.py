@@ -42,7 +42,12 @@ class CuttingTower(hf.Siglip2VisionModel):
         return super().forward(cells.reshape(pixel_values.shape[0], rows * columns, -1), None, shapes)
 
 
-IMAGES = Case("naflex-images", lambda: CuttingTower(hf.Siglip2VisionConfig(**SMALL)), (32, 32))
+def cutting() -> nn.Module:
+    """Return a small tower that takes images."""
+    return CuttingTower(hf.Siglip2VisionConfig(**SMALL))
+
+
+IMAGES = Case("naflex-images", cutting, (32, 32), needs=("transformers", "5.6"))
 
 
 def with_text(kind: type[hf.PreTrainedModel], dtype: torch.dtype = torch.float64) -> Any:

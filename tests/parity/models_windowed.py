@@ -68,7 +68,7 @@ def sam(**options: Any) -> nn.Module:
 def hiera() -> nn.Module:
     """Return Hiera: two stages with mask units, two without."""
     sizes = {"img_size": (64, 64), "embed_dim": 8, "num_heads": 1, "num_classes": 5}
-    return Hiera(**sizes, stages=(2, 2, 3, 1), mask_unit_size=(8, 8))
+    return Hiera(**sizes, stages=(2, 2, 2, 2), mask_unit_size=(8, 8))
 
 
 def sam2() -> nn.Module:
@@ -77,7 +77,7 @@ def sam2() -> nn.Module:
         hidden_size=8,
         num_attention_heads=1,
         image_size=[96, 96],
-        blocks_per_stage=[1, 2, 3, 1],
+        blocks_per_stage=[1, 2, 3, 2],
         embed_dim_per_stage=[8, 16, 32, 64],
         num_attention_heads_per_stage=[1, 2, 2, 4],
         window_size_per_stage=[8, 8, 4, 2],

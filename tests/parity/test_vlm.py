@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor
 import vitrail
 from tests.parity.checks import assert_restored, fingerprint
 from tests.parity.models import require
-from tests.parity.models_vlm import MODELS, RELATED, Inputs, Vlm, named
+from tests.parity.models_vlm import MODELS, PAD, RELATED, Inputs, Vlm, named, prompt
 from vitrail.adapters import find
-from vitrail.errors import UnsupportedInput
+from vitrail.errors import AlreadyApplied, NotApplied, UnsupportedInput
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +174,69 @@ def test_a_tower_reads_images_of_other_sizes() -> None:
         assert merging.tokens_per_layer((24, 40)) == [13, 11, 9, 7]
     assert merged.shape == plain.shape
     assert (merged - plain).abs().max() > 1e-3
+
+
+def tower_of(model: Any) -> Any:
+    return find(model).trunk
+
+
+@pytest.mark.parametrize("name", ["llava", "idefics3", "qwen2.5-vl"])
+@torch.no_grad()
+def test_a_tower_merged_by_itself_is_the_model_merged_whole(name: str) -> None:
+    model, inputs = named(name).model(torch.float32), named(name).inputs(torch.float32)
+    plain = model(**inputs).logits
+    with vitrail.merge(tower_of(model), r=2):
+        alone = model(**inputs).logits
+        for other in (model, tower_of(model)):
+            with pytest.raises(AlreadyApplied, match="already merged"):
+                vitrail.merge(other, r=1)
+    with vitrail.merge(model, r=2):
+        assert torch.equal(model(**inputs).logits, alone)
+    assert (alone - plain).abs().max() > 1e-4
+    assert torch.equal(model(**inputs).logits, plain)
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl-plain", "qwen2.5-vl"])
+@torch.no_grad()
+def test_a_copy_is_merged_by_itself(name: str) -> None:
+    model, inputs = named(name).model(torch.float32), named(name).inputs(torch.float32)
+    plain = model(**inputs).logits
+    merging = vitrail.merge(model, r=2)
+    merged, other = model(**inputs).logits, copy.deepcopy(model)
+    vitrail.Merging.of(other).remove()
+    assert torch.equal(other(**inputs).logits, plain)
+    assert torch.equal(model(**inputs).logits, merged)
+    merging.remove()
+    with pytest.raises(NotApplied):
+        merging.remove()
+
+
+@pytest.mark.parametrize("name", ["llava", "paligemma", "internvl-plain", "qwen2.5-vl"])
+@torch.no_grad()
+def test_half_precision(name: str) -> None:
+    model = named(name).model(torch.float32).bfloat16()
+    inputs = {
+        key: value.bfloat16() if value.is_floating_point() else value for key, value in named(name).inputs().items()
+    }
+    with vitrail.merge(model, r=2):
+        logits = model(**inputs).logits
+    assert logits.dtype == torch.bfloat16
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llava", 16), ("paligemma", 16), ("internvl-plain", 4)])
+@torch.no_grad()
+def test_prompts_with_different_numbers_of_images(name: str, tokens: int) -> None:
+    model, images = named(name).model(), torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    prompts = [prompt((tokens, tokens), [5, 9]), prompt((tokens,), [7])]
+    length = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (length - len(one)) + one for one in prompts])
+    inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "pixel_values": images}
+    plain = model(**inputs).logits
+    with vitrail.merge(model, r=0):
+        assert torch.equal(model(**inputs).logits, plain)
+    with vitrail.merge(model, r=2):
+        together = model.get_image_features(pixel_values=images).pooler_output
+        alone = [model.get_image_features(pixel_values=one.unsqueeze(0)).pooler_output[0] for one in images]
+        assert torch.allclose(torch.stack(list(together)), torch.stack(alone), rtol=0, atol=1e-9)
+        assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape == (2, length + 2)

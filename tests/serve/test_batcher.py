@@ -201,8 +201,10 @@ def test_closing_fails_what_still_waits_afterwards() -> None:
     batcher.close(grace=0.01)
     with pytest.raises(Stopped, match="send it again"):
         waiting.result(20)
+    assert not batcher.ended()
     gate.open.set()
     assert running.result(20) == 1
+    assert batcher.ended(20)
 
 
 def test_batches_are_counted() -> None:

@@ -11,6 +11,7 @@ from tests.parity.models import Case, outputs_of
 from tests.parity.models_open_clip import CASES as OPEN_CLIP
 from tests.parity.models_timm_beit import CASES as BEIT
 from tests.parity.models_timm_eva import CASES as EVA
+from tests.parity.models_timm_relpos import CASES as RELPOS
 from tests.parity.models_timm_vit import CASES as VIT
 from tests.parity.models_torchvision import CASES as TORCHVISION
 from tests.parity.models_transformers import CASES as TRANSFORMERS
@@ -28,6 +29,7 @@ ALL: dict[str, Case] = {
     **{f"timm-{name}": case for name, case in VIT.items()},
     **{f"eva-{name}": case for name, case in EVA.items()},
     **{f"beit-{name}": case for name, case in BEIT.items()},
+    **{f"relpos-{name}": case for name, case in RELPOS.items()},
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
     **{f"clip-{name}": case for name, case in CLIP.items()},
     **{f"aimv2-{name}": case for name, case in AIMV2.items()},

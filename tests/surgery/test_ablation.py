@@ -118,3 +118,69 @@ def test_bad_options_are_refused() -> None:
         ablate(model, "zero")
     with ablate(model, "shuffle"), pytest.raises(UnsupportedInput, match="two images"):
         model(images[:1])
+
+
+def outlier_model() -> tuple[torch.nn.Module, Tensor, float]:
+    """Return a model, images, and a norm that some patches exceed after block 1, not the same in each image."""
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images(batch=5)
+    norms = vitrail.record(model, images, "norms", layers=1)
+    patches = norms.norms[1][:, norms.layout.patches]
+    return model, images, float(patches.flatten().quantile(0.8))
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "noise"])
+def test_outliers_of_each_image_are_replaced_and_nothing_else(how: How) -> None:
+    model, images, threshold = outlier_model()
+    before, _ = tokens_after(model, images, 1)
+    special = vitrail.record(model, images[:1], "norms", layers=0).layout.num_special
+    chosen = before.float().norm(dim=-1) > threshold
+    chosen[:, :special] = False
+    assert 0 < chosen.sum(1).min() < chosen.sum(1).max()
+    with ablate(model, how, images, tokens="outlier", threshold=threshold, layers=1) as handle:
+        after, _ = tokens_after(model, images, 1)
+        config = handle.config
+    assert torch.equal(after[~chosen], before[~chosen])
+    if how == "zero":
+        assert not after[chosen].any()
+    elif how == "mean":
+        assert distance(after[chosen], before[chosen].mean(0).expand_as(after[chosen])) < 1e-6
+    else:
+        assert not torch.equal(after[chosen], before[chosen])
+    assert config["tokens"] == "outlier"
+    with ablate(model, **config, data=images):
+        assert torch.equal(tokens_after(model, images, 1)[0], after)
+    assert torch.equal(tokens_after(model, images, 1)[0], before)
+
+
+def test_outliers_get_back_what_they_held() -> None:
+    model, images, threshold = outlier_model()
+    before, _ = tokens_after(model, images, 0)
+    depth = len(vitrail.adapters.find(model).blocks)
+    options = {"tokens": "outlier", "threshold": threshold, "layers": 0}
+    special = vitrail.record(model, images[:1], "norms", layers=0).layout.num_special
+    chosen = before.float().norm(dim=-1) > threshold
+    chosen[:, :special] = False
+    with ablate(model, "zero", **options):  # type: ignore[arg-type]
+        without, _ = tokens_after(model, images, 1)
+    with ablate(model, "zero", **options, give_back=1):  # type: ignore[arg-type]
+        returned, _ = tokens_after(model, images, 1)
+    assert torch.equal(returned[chosen], before[chosen])
+    assert torch.equal(returned[~chosen], without[~chosen])
+    with pytest.raises(InvalidOption, match=f"1 to {depth - 1}; got 0"):
+        ablate(model, "zero", **options, give_back=0)  # type: ignore[arg-type]
+
+
+def test_outliers_need_a_threshold_that_some_patches_exceed() -> None:
+    model, images, _ = outlier_model()
+    for options, kind, words in (
+        ({"how": "zero"}, InvalidOption, "needs threshold"),
+        ({"how": "shuffle", "threshold": 1.0}, InvalidOption, "other places"),
+        ({"how": "mean", "threshold": 1.0}, InvalidOption, "pass data"),
+        ({"how": "mean", "threshold": 1e9, "data": images}, UnsupportedInput, "no patch has a norm above"),
+    ):
+        with pytest.raises(kind, match=words):
+            ablate(model, tokens="outlier", **options)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="for tokens='outlier'"):
+        ablate(model, "zero", threshold=1.0)
+    assert not any(part._forward_hooks for part in model.modules())

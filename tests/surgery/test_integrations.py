@@ -185,6 +185,26 @@ def test_quantized_merge_is_that_of_the_rounded_weights() -> None:
         torch.testing.assert_close(model(batch).logits, rounded(batch).logits, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_bitsandbytes_in_either_order() -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is no dependency of the tests")
+
+    def quantized(model: nn.Module) -> nn.Module:
+        for name, part in list(model.vit.named_modules()):
+            if isinstance(part, nn.Linear):
+                made = bnb.nn.Linear4bit(part.in_features, part.out_features, compute_dtype=torch.float32)
+                made.weight, made.bias = bnb.nn.Params4bit(part.weight.data, requires_grad=False), part.bias
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.vit.get_submodule(owner), attribute, made.to("cpu"))
+        return model
+
+    batch, exact = images(), build(r=3)(images()).logits
+    first, second = quantized(build(r=3)), quantized(build())
+    vitrail.merge(second, r=3)
+    assert torch.equal(first(batch).logits, second(batch).logits)
+    assert 0 < (first(batch).logits - exact).norm() < 0.5 * exact.norm()
+
+
 def test_loop_like_that_of_timm() -> None:
     """Optimizer with layer decay, mixup, clipping, averaged weights and schedule; two loops agree, merged or not."""
     from timm.data import Mixup

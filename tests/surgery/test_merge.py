@@ -8,12 +8,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrail
 from tests.fakes import ToyViT
-from tests.parity.models import require
 from tests.surgery.models import ALL, FEW, distance, flops_that_run, main_output, run
 from vitrail.errors import (
     AlreadyApplied,
@@ -341,20 +340,11 @@ def test_bad_options_leave_the_model_untouched(model, options, message):
     assert snapshot(model) == before
 
 
-def differential():
-    """Return a ViT with attention of another kind."""
-    require("timm", "1.0.28")
-    return VisionTransformer(**SMALL, attn_layer="diff")
-
-
 @pytest.mark.parametrize(
     "build",
     [
         lambda: nn.Linear(3, 3),
         lambda: nn.Sequential(),
-        lambda: VisionTransformer(**SMALL, block_fn=ParallelScalingBlock),
-        lambda: VisionTransformer(**SMALL, block_fn=ParallelThingsBlock),
-        differential,
         lambda: VisionTransformer(**{**SMALL, "depth": 0}),
         lambda: timm.create_model("resnet10t"),
         lambda: nn.ModuleList([VisionTransformer(**SMALL), VisionTransformer(**SMALL)]),
@@ -363,9 +353,6 @@ def differential():
     ids=[
         "linear",
         "empty",
-        "parallel",
-        "parallel-things",
-        "differential",
         "no-blocks",
         "resnet",
         "two",

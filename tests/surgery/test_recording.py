@@ -58,7 +58,11 @@ def attended_in(model: nn.Module, images: Tensor, **call: Any) -> list[tuple[Ten
     return [tuple(value.detach() for value in values) for values in attended.calls]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ALL)
+SEVERAL = ("timm-several-things", "timm-differential")
+"""Models whose blocks call attention several times."""
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in SEVERAL])
 def test_recording_equals_what_the_model_computes(name: str) -> None:
     model, images = ALL[name].model(), ALL[name].images()
     layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)
@@ -342,3 +346,46 @@ def test_attention_before_which_tokens_merge_is_refused() -> None:
         assert vitrail.record(model, images, "tokens").tokens[0].shape[1] == vitrail.count(model).tokens
         with pytest.raises(InvalidOption, match="before attention"):
             vitrail.record(model, images, "attention")
+
+
+def test_norms_at_the_entry_are_those_of_patches_with_their_positions() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=32, num_heads=2).eval()
+    images = torch.randn(3, 3, 64, 64)
+    expected = (model.patch_embed(images) + model.pos_embed[:, 1:]).norm(dim=-1)
+    found = vitrail.record(model, images, ["entry", "tokens"], batch_size=2)
+    torch.testing.assert_close(found.entry, expected)
+    with vitrail.merge(model, r=4):
+        torch.testing.assert_close(vitrail.record(model, images, "entry").entry, expected)
+    assert vitrail.record(model, images, "norms").entry is None
+
+
+def test_attention_of_a_class_attention_stage() -> None:
+    model = vitrail.create_model("cait_xxs24", image_size=32, depth=2, width=48, heads=1, layer_scale=0.1).eval()
+    images = torch.randn(3, 3, 32, 32)
+    seen: list[Tensor] = []
+    hooks = [
+        block.attn.register_forward_hook(lambda part, args, _: seen.append(part.weights(*args)))
+        for block in model.blocks_token_only
+    ]
+    found = vitrail.record(model, images, ["attention"])
+    for hook in hooks:
+        hook.remove()
+    assert list(found.class_attention) == [0, 1]
+    for layer, expected in enumerate(seen):
+        torch.testing.assert_close(found.class_attention[layer], expected)
+        torch.testing.assert_close(expected.sum(-1), torch.ones(3, 1, 1))
+    assert found.class_attention[0].shape == (3, 1, 1, 1 + 4)
+    assert found.attention[0].shape == (3, 1, 0, 4)  # no special token is in the blocks
+    parts = vitrail.record(model, images, ["attention"], batch_size=2).class_attention
+    torch.testing.assert_close(parts[1], found.class_attention[1])
+    everything = vitrail.record(model, images, ["attention"], queries="all")
+    assert everything.attention[1].shape == (3, 1, 4, 4)
+
+
+def test_all_queries() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=2).eval()
+    images = torch.randn(2, 3, 32, 32)
+    found = vitrail.record(model, images, "attention", queries="all")
+    rows = vitrail.record(model, images, "attention", queries=range(5))
+    assert found.queries == (0, 1, 2, 3, 4)
+    assert torch.equal(found.attention[1], rows.attention[1])

@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.surgery.models import distance, main_output, trunk_blocks
 from vitrail.adapters import find
 from vitrail.adapters.windows import Windows
 from vitrail.errors import BrokenPass, InvalidOption, SaturatedWarning, UnsupportedInput, UnsupportedModel
-from vitrail.export import export
 from vitrail.merging import ToMe
 
 everywhere = pytest.mark.parametrize("name", CASES)
@@ -59,15 +57,10 @@ def test_a_batch_equals_its_single_images(name: str) -> None:
 def test_costs_are_those_that_run(name: str) -> None:
     model, images = small(name)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as mode:
-        model(images)
-    networks = sum(  # of position bias, which run once, whatever the input
-        part[0].weight.numel() + part[2].weight.numel() * part[2].in_features ** 0
-        for name, part in model.named_modules()
-        if name.endswith("cpb_mlp")
-    )
+        model(images[:1])
     counted = vitrail.count(model, images)
-    rest = mode.get_total_flops() / 2 / len(images) - counted.flops
-    assert abs(rest) <= 0.02 * counted.flops + networks * 49  # SAM 2 computes products that it does not use
+    rest = mode.get_total_flops() / 2 - counted.flops
+    assert abs(rest) <= 0.02 * counted.flops  # SAM 2 computes products that it does not use
     with vitrail.merge(model, keep=0.7) as merging:
         assert vitrail.count(model, images).flops < counted.flops
         with merging.track() as trace:
@@ -151,17 +144,6 @@ def test_two_threads_share_nothing() -> None:
     assert not failures
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in FEW])
-@torch.no_grad()
-def test_compiles_as_one_graph(name: str) -> None:
-    model, images = small(name)
-    vitrail.merge(model, r=3)
-    wanted = run(model, images)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert distance(run(compiled, images), wanted) < 1e-5
-
-
 @torch.no_grad()
 def test_a_shifted_block_compiles_as_one_graph() -> None:
     model, images = timm_swin(img_size=(32, 16), depths=(2,), num_heads=(1,)).eval(), torch.randn(2, 3, 32, 16)
@@ -173,27 +155,6 @@ def test_a_shifted_block_compiles_as_one_graph() -> None:
     with merging.track() as trace:
         assert distance(run(compiled, images), wanted) < 1e-5
     assert len(trace.passes) == 1
-
-
-@pytest.mark.parametrize("name", FEW[:-1])  # SAM 2 has no checkpointing
-def test_checkpointing_gives_the_same_gradients(name: str) -> None:
-    model, images = small(name, torch.float64)
-    model.train()
-    vitrail.merge(model, r=3)
-    found = []
-    for enabled in (False, True):
-        if enabled and hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        elif enabled and hasattr(model, "set_grad_checkpointing"):
-            model.set_grad_checkpointing(True)  # type: ignore[operator]
-        model.zero_grad()
-        torch.manual_seed(5)
-        run(model, images).square().mean().backward()
-        found.append({key: one.grad for key, one in model.named_parameters() if one.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for key, plain in found[0].items():
-        torch.testing.assert_close(found[1][key], plain, rtol=1e-9, atol=1e-9, msg=key)
-    assert any(bool(one.abs().sum() > 0) for key, one in found[0].items() if "rel" in key or "qkv" in key)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -211,13 +172,13 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_hooks_see_tokens_and_a_lost_state_is_an_error() -> None:
     model, images = small("hiera")
-    vitrail.merge(model, r=(0, 0, 0, 0, 0, 2, 2, 0))
+    vitrail.merge(model, r=(2, 2, 0, 0, 0, 0, 0, 0))
     plain = run(model, images)
-    handle = model.blocks[5].register_forward_hook(lambda _, __, out: out.clone())
+    handle = model.blocks[0].register_forward_hook(lambda _, __, out: out.clone())
     assert torch.equal(run(model, images), plain)
     handle.remove()
     with pytest.raises(BrokenPass, match="without the state"):
-        model.blocks[6](torch.zeros(2, 14, model.blocks[6].dim))
+        model.blocks[1](torch.zeros(2, 248, model.blocks[1].dim))
 
 
 @torch.no_grad()
@@ -317,7 +278,7 @@ def test_tokens_are_recorded_row_by_row() -> None:
 @torch.no_grad()
 def test_attention_is_recorded_inside_windows(name: str) -> None:
     model, images = small(name, torch.float64)
-    seen = vitrail.record(model, images, ("attention", "v", "tokens"), queries=[0, 13, 57])
+    seen = vitrail.record(model, images, ("attention", "v", "tokens"), queries=[0, 13, 21])
     block, layer = trunk_blocks(model)[1], 1
     outputs: list[Tensor] = []
     handle = block.attn.proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
@@ -334,6 +295,15 @@ def test_attention_is_recorded_inside_windows(name: str) -> None:
     nearest = (mixed.unsqueeze(2) - every.reshape(2, 1, -1, mixed.shape[2])).norm(dim=-1).amin(-1)
     assert bool(inside.all())
     assert float(nearest.max()) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["swin", "sam2"])
+def test_reports_are_of_the_last_grid(name: str) -> None:
+    model, images = small(name)
+    report = vitrail.inspect(model, images.sigmoid().repeat(2, 1, 1, 1))
+    grids = _grids(model, CASES[name].size)
+    layers = [layer for layer, grid in enumerate(grids) if grid == grids[-1]]
+    assert [one["layer"] for one in report.to_dict()["norms"]["per_layer"]] == layers
 
 
 def test_unknown_variants_are_refused_and_untouched() -> None:
@@ -475,15 +445,3 @@ def test_changing_the_windows_after_merging_is_an_error() -> None:
     model.layers[0].blocks[0].window_size = (2, 2)
     with pytest.raises(BrokenPass, match="windows of block 0 changed"):
         model(torch.randn(1, 3, 32, 32))
-
-
-@pytest.mark.slow
-@somewhere
-def test_exports(name: str, tmp_path: Path) -> None:
-    model, images = small(name)
-    vitrail.merge(model, r=2)
-    path = export(model, tmp_path / "model.pt2", example=images).path
-    with torch.no_grad():
-        wanted = run(model, images)
-        made = torch.export.load(path).module()(images)
-    assert distance(main_output(made), wanted) < 1e-5

@@ -36,7 +36,7 @@ def small_vit(depth: int = 3, size: int = 32, seed: int = 0) -> vitrail.ViT:
 def views_of(model: torch.nn.Module, name: str = "small", cache: Cache | None = None) -> ModelViews:
     found = find(model)
     layout = found.adapter.layout(found.trunk)
-    questions = assign_targets(model, {"label": CLASSES})
+    questions = assign_targets(model, vitrail.class_names(model) or {"label": CLASSES})
     spec = found.adapter.input_spec(found.trunk)
     return ModelViews(name, model, spec, layout, torch.device("cpu"), questions, cache or Cache())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,15 +20,19 @@ pytest.importorskip("onnxscript")
 
 @pytest.fixture(scope="module")
 def model() -> vitrail.ViT:
-    return small_vit()
+    return small_vit().half().float()  # the file keeps half precision
 
 
 @pytest.fixture(scope="module")
-def session(model: vitrail.ViT) -> onnxruntime.InferenceSession:
+def graph(model: vitrail.ViT) -> Any:
+    return build_graph(model)
+
+
+@pytest.fixture(scope="module")
+def session(graph: Any) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    data = build_graph(model, torch.float32).SerializeToString()
-    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("merges", [(0, 0, 0), (1, 1, 1), (9, 9, 9), (32, 16, 8), (0, 5, 0), (0, 0, 7), (6, 0, 11)])
@@ -80,8 +86,7 @@ def test_too_many_merges_are_cut_as_tome_cuts_them(session: onnxruntime.Inferenc
     assert len(np.unique(groups)) == 4 + 32
 
 
-def test_weights_are_stored_once_in_half_precision(model: vitrail.ViT) -> None:
-    graph = build_graph(model)
+def test_weights_are_stored_once_in_half_precision(model: vitrail.ViT, graph: Any) -> None:
     assert [output.name for output in graph.graph.output if output.name.endswith(".0")] == [
         f"{name}.0" for name in PER_LAYER
     ]

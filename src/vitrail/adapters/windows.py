@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -246,6 +246,10 @@ class WindowedAdapter(BlockAdapter, ABC):
         """Count the weights that multiply a token for each row and each column of its window, for its position."""
         return 0
 
+    def position_network(self, block: nn.Module) -> int:
+        """Return the multiply-adds with which a block computes its position bias, once for all windows."""
+        return 0
+
 
 class WindowedNamedBlock(NamedBlock, WindowedAdapter):
     """A block described by its `BlockNames` whose attention runs inside windows."""
@@ -259,6 +263,12 @@ class WindowedTrunk(TrunkAdapter):
 
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
         return TokenLayout.of(grid=(1, *self.layer_windows(trunk)[layer].grid(self.layout(trunk, size).grid)))
+
+
+def network_cost(attention: Any) -> int:
+    """Return the multiply-adds of Swin V2's network ``cpb_mlp``, which runs on a table of relative positions."""
+    places = prod(attention.relative_coords_table.shape[:-1])
+    return places * sum(weight.numel() for weight in attention.cpb_mlp.parameters() if weight.dim() > 1)
 
 
 @dataclass(frozen=True)

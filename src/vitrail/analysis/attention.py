@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vitrail._arguments import fitting
 from vitrail.analysis._inputs import at_least_float32, check_finite, check_shape, chunks, map_chunks
+from vitrail.analysis.norms.prominence import prominence
 from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenLayout, span_names
@@ -217,6 +218,55 @@ def spread(maps: Tensor) -> Spread:
     effective = torch.exp2(bits)
     over_heads, by_head = ((bits.nanmean(axes), effective.nanmean(axes)) for axes in ((0, 1), (0,)))
     return Spread(*over_heads, *by_head, maps[0, 0, 0].numel())
+
+
+SPIKE = 5.0
+"""A patch is a spike of a map where its prominence is larger: five times the median and the neighborhood."""
+
+
+class MapQuality(Result, eq=False):
+    """Quality of the maps of Q tokens, averaged over heads: how much lies on the object, and how much on single spots.
+
+    What needs masks is None without them. Images without an object, or with nothing but an object, are left out there.
+    """
+
+    on_object: Tensor | None  # (Q,) share of the attention on the object, mean over images
+    fair: float | None  # the object's share of the patches: what uniform attention would have
+    patch_hit: Tensor | None  # (Q,) share of images whose patch with the most attention lies on the object
+    object_images: int  # images with an object
+    spikes: Tensor  # (Q,) mean number of spikes in a map
+    on_spikes: Tensor  # (Q,) share of the attention on spikes, mean over images
+
+
+@torch.no_grad()
+def map_quality(maps: Tensor, object_share: Tensor | None = None) -> MapQuality:
+    """Measure maps (B, H, Q, t, h, w), as `token_maps` returns them.
+
+    Args:
+        maps: attention maps.
+        object_share: (B, P), the object's share of each patch, from `pool_mask`; NaN where unknown. A patch lies on
+            the object if at least half of it does.
+    """
+    mean = _sum_to_one(_flat(maps).mean(1, dtype=torch.float64)).cpu()  # (B, Q, P)
+    images, _, patches = mean.shape
+    grid = (int(maps.shape[3]), int(maps.shape[4]), int(maps.shape[5]))
+    spike = prominence(mean.reshape(-1, patches), grid=grid).reshape(mean.shape) > SPIKE
+    spikes, on_spikes = spike.double().sum(-1).mean(0), (mean * spike).sum(-1).mean(0)
+    if object_share is None:
+        return MapQuality(None, None, None, 0, spikes, on_spikes)
+    check_shape(object_share, "object_share", f"{images} {patches}")
+    share = object_share.detach().double().cpu()
+    known = share.isfinite()
+    share = share.nan_to_num(0.0)
+    area = share.sum(1) / known.sum(1).clamp_min(1)
+    usable = (area > 0) & (area < 1)
+    if not usable.any():
+        return MapQuality(None, None, None, 0, spikes, on_spikes)
+    seen = (mean * known[:, None])[usable]
+    on_object = (seen * share[usable, None]).sum(-1) / seen.sum(-1).clamp_min(1e-300)
+    hit = share[usable].gather(1, seen.argmax(-1)) >= 0.5
+    fair = float(area[usable].mean())
+    return MapQuality(on_object.mean(0), fair, hit.double().mean(0), int(usable.sum()), spikes, on_spikes)
 
 
 def _sum_to_one(x: Tensor) -> Tensor:

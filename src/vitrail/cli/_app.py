@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitrail.cli._shared import console
+from vitrail.cli._shared.options import with_present_names
 from vitrail.cli._shared.ranks import exit_at_once
 
 COMMANDS = {
@@ -21,6 +22,7 @@ COMMANDS = {
     "tune": "Find the largest merge within a tolerance, or the best within a budget, on your images.",
     "inspect": "Find artifact tokens in a model: whether there are any, where, from which layer on, what they encode.",
     "compare": "Compare two reports, or two models, which are inspected on the same images first.",
+    "survey": "Find artifact tokens in several models or all checkpoints of a run: when do they appear?",
     "embed": "Compute features of every image of a dataset, to a file; resumable, on one machine or a Ray cluster.",
     "predict": "Write the most likely classes of every image of a dataset to a file.",
     "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
@@ -51,6 +53,7 @@ class Commands(TyperGroup):
             alone.command(help=f"{COMMANDS[name]}\n\n{getdoc(function)}", epilog=examples)(function)
             command = typer.main.get_command(alone)
             console.use_options(command.params)
+            rest = with_present_names(rest, {one for given in command.params for one in given.opts})
         return name, command, rest
 
 

@@ -22,11 +22,11 @@ from vitrail.errors import VitrailError
 
 COLUMNS = ("variant", "mode", "ms", "images/s", "TMAC/s", "peak MB", "ready s", "diff")
 EXAMPLES = (
-    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile",
-    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph",
-    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 8 --dtype bf16 --capture",
-    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json",
-    "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png",
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 256 --dtype bf16 --compile",
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 1 --dtype bf16 --compile --graph",
+    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 8 --dtype bf16 --capture",
+    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 128 --dtype bf16 --train --json training.json",
+    "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch-size 8 --device cpu --plot sweep.png",
 )
 SWEEP = "; comma-separated values for a sweep."
 PASSED = (
@@ -51,7 +51,7 @@ def _parse_counts(text: str, name: str, least: int) -> list[int]:
     return values
 
 
-parse_r, parse_batch = partial(_parse_counts, name="--r", least=0), partial(_parse_counts, name="--batch", least=1)
+parse_r, parse_batch = partial(_parse_counts, name="--r", least=0), partial(_parse_counts, name="--batch-size", least=1)
 
 
 def bench(
@@ -59,7 +59,7 @@ def bench(
     model: options.Model,
     r: Annotated[Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help="Tokens to merge per layer" + SWEEP)],
     batch: Annotated[
-        Any, typer.Option("-b", "--batch", metavar="N", parser=parse_batch, help="Images per batch" + SWEEP)
+        Any, typer.Option("-b", "--batch-size", metavar="N", parser=parse_batch, help="Images per batch" + SWEEP)
     ] = "64",
     dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16, for weights and computation.")] = "fp32",
     device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Device; CUDA if available.")] = None,
@@ -100,9 +100,9 @@ def bench(
     counts = {"r": r, "batch": batch}
     swept = [name for name, values in counts.items() if len(values) > 1]
     if len(swept) > 1:
-        raise typer.BadParameter("Sweep either --r or --batch; give a single number for the other.")
+        raise typer.BadParameter("Sweep either --r or --batch-size; give a single number for the other.")
     if plot_file is not None and not swept:
-        raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
+        raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch-size 1,8,64.")
     wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph, "capture": capture}
     with command():
         config = BenchConfig(

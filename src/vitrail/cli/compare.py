@@ -14,7 +14,7 @@ from vitrail.cli._shared import console, options
 
 EXAMPLES = (
     "vitrail compare before.json after.json -o compare.html",
-    "vitrail compare timm:vit_small_patch14_dinov2 timm:vit_small_patch14_reg4_dinov2 photos/ --size 518",
+    "vitrail compare timm:vit_small_patch14_dinov2 timm:vit_small_patch14_reg4_dinov2 photos/ --image-size 518",
 )
 EITHER = (
     "A report (its .json, or its page with the .json beside it) or a model: timm:NAME, hf:REPO-OR-FOLDER, "

@@ -11,7 +11,7 @@ from vitrail.cli._shared.ranks import command
 from vitrail.embedding import Embedder
 
 EXAMPLES = (
-    "vitrail embed timm:vit_small_patch14_dinov2 photos/ -o features.parquet --size 224",
+    "vitrail embed timm:vit_small_patch14_dinov2 photos/ -o features.parquet --image-size 224",
     "vitrail embed hf:facebook/dinov2-base pets.parquet -o features.npy --merge r=8 --dtype float32",
     "vitrail embed vitrail:tiny photos/ -o features/ --tokens class,mean,patches@3 --merge tune.json",
     "vitrail embed timm:vit_base_patch16_clip_224 s3://bucket/photos/ -o s3://bucket/features/ --engine ray",

@@ -17,6 +17,7 @@ from vitrail.cli._shared.output import check_writable, write_text
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import plain
 from vitrail.training import Evaluation
+from vitrail.training.run_directory import load_classifier
 
 MAX_CONFUSION = 30
 """Largest number of classes for which a confusion matrix is printed; the JSON has all."""
@@ -25,20 +26,34 @@ EXAMPLES = (
     "vitrail evaluate runs/student val.parquet",
     "vitrail evaluate runs/student/last photos/ --merge r=8 --json result.json",
     "vitrail evaluate runs/pets breeds.parquet --tasks breed",
+    "vitrail evaluate timm:deit_small_patch16_224 val/ --merge r=0,4,8,16 --class-map names.json",
     "On several devices: torchrun --nproc-per-node 4 -m vitrail evaluate runs/student val.parquet",
 )
 
 
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Run or model directory.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Run or model directory, or timm:NAME, hf:REPO-OR-FOLDER, …")
+    ],
     data: Annotated[str, typer.Argument(metavar="DATA", help="Labeled images, as for training.")],
-    merge: options.Merge = None,
+    merge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MERGE", help="Merge tokens, such as r=8, keep=0.5,schedule=decreasing, or a sweep: r=0,4,8."
+        ),
+    ] = None,
     labels: Annotated[
         str | None,
         typer.Option("--labels", "--tasks", metavar="COLUMNS", help="Label columns; by default those of the training."),
     ] = None,
     masks: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of masks for a folder of images.")] = None,
-    size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Input size; by default the model's.")] = None,
+    class_map: Annotated[
+        Path | None,
+        typer.Option("--class-map", metavar="FILE", help="JSON: the model's name of each class of the data."),
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option("--image-size", min=1, metavar="N", help="Input size; by default the model's.")
+    ] = None,
     batch: options.Batch = 256,
     device: options.Device = None,
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="float32, or bfloat16 autocast.")] = "fp32",
@@ -58,29 +73,83 @@ def evaluate(
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
-        with console.bars() as progress:
-            found = training.evaluate(
-                checkpoint,
-                data,
-                labels=columns,
-                masks=masks,
-                merge=merge,
-                size=size,
-                batch=batch,
-                device=device,
-                dtype=dtype,
-                max_unreadable=max_unreadable,
-                progress=progress,
-                engine=engine,
-                address=address,
-                actors=actors,
-            )
-        _print(found)
-        if confusion:
-            _print_confusion(found)
+        settings = parse_sweep(merge)
+        model = load_classifier(checkpoint) if len(settings) > 1 else checkpoint
+        results = {}
+        for name, setting in settings.items():
+            with console.bars() as progress:
+                results[name] = training.evaluate(
+                    model,
+                    data,
+                    labels=columns,
+                    class_map=class_map,
+                    masks=masks,
+                    merge=setting,
+                    size=size,
+                    batch=batch,
+                    device=device,
+                    dtype=dtype,
+                    max_unreadable=max_unreadable,
+                    progress=progress,
+                    engine=engine,
+                    address=address,
+                    actors=actors,
+                )
+        if len(results) > 1:
+            _print_sweep(results)
+        for found in results.values():
+            if len(results) == 1:
+                _print(found)
+            if confusion:
+                _print_confusion(found)
         if json_file is not None and not console.out.quiet:  # last: what was measured is printed in any case
-            text = json.dumps(plain(found.to_dict()), ensure_ascii=False, indent=2, allow_nan=False)
+            values = {name: found.to_dict() for name, found in results.items()}
+            content = values if len(values) > 1 else next(iter(values.values()))
+            text = json.dumps(plain(content), ensure_ascii=False, indent=2, allow_nan=False)
             write_text(json_file, f"{text}\n", "--json")
+
+
+def parse_sweep(merge: str | None) -> dict[str, str | None]:
+    """Return the settings of a merge by name: one, or for several values of an option unmerged and each of them.
+
+    >>> parse_sweep("r=0,4,schedule=decreasing")
+    {'unmerged': 'r=0', 'r=4': 'r=4,schedule=decreasing'}
+    """
+    parts: list[list[str]] = []
+    for part in (merge or "").split(","):
+        if parts and "=" not in part and part.strip():
+            parts[-1].append(part)
+        else:
+            parts.append([part])
+    several = [place for place, values in enumerate(parts) if len(values) > 1]
+    if merge is None or not several:
+        return {"": merge}
+    key, equals, first = parts[several[0]][0].partition("=")
+    if len(several) > 1 or not equals or key.strip() not in ("r", "keep", "gflops"):
+        raise typer.BadParameter(
+            f"--merge {merge!r}: a sweep has several values of one of r, keep and gflops, such as r=0,4,8."
+        )
+    settings: dict[str, str | None] = {"unmerged": "r=0"}
+    for value in (first, *parts[several[0]][1:]):
+        chosen = f"{key.strip()}={value.strip()}"
+        others = (parts[place][0] for place in range(len(parts)) if place != several[0])
+        if chosen not in ("r=0", "keep=1", "keep=1.0"):
+            settings[chosen] = ",".join([chosen, *others])
+    return settings
+
+
+def _print_sweep(results: dict[str, Evaluation]) -> None:
+    """Print one column for each setting, the unmerged model first."""
+    first = next(iter(results.values()))
+    table = console.table("", *results, title=counted(first.count, "image"))
+    for name in first.accuracy:
+        table.add_row(f"accuracy, {name}", *(f"{100 * found.accuracy[name]:.2f} %" for found in results.values()))
+    table.add_row("loss", *(f"{found.loss:.4f}" for found in results.values()))
+    speeds = [found.images_per_s for found in results.values()]
+    table.add_row("images/s", *("–" if speed is None else f"{speed:,.0f}" for speed in speeds))
+    console.out.print(table)
+    for text in dict.fromkeys(text for found in results.values() for text in found.notes):
+        console.note(text)
 
 
 def _print(found: Evaluation) -> None:

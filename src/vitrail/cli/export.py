@@ -23,8 +23,8 @@ from vitrail.export.script import write_script
 
 EXAMPLES = (
     "vitrail export timm:vit_base_patch16_224 --r 16 -o vit.onnx",
-    "vitrail export timm:vit_small_patch14_reg4_dinov2 --keep 0.25 --size 518 --opset 18 -o dinov2.onnx",
-    "vitrail export hf:facebook/deit-small-patch16-224 --gflops 2.5 --batch 8 -o deit.pt2",
+    "vitrail export timm:vit_small_patch14_reg4_dinov2 --keep 0.25 --image-size 518 --opset 18 -o dinov2.onnx",
+    "vitrail export hf:facebook/deit-small-patch16-224 --gflops 2.5 --batch-size 8 -o deit.pt2",
     "vitrail export timm:vit_tiny_patch16_224 --r 8 --random-weights --dtype fp16 -o tiny.onnx",
 )
 
@@ -37,7 +37,7 @@ def parse_batch(text: str) -> int | str:
     if text == "dynamic":
         return text
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise typer.BadParameter(f"--batch {text!r} is not a batch size. Expected 1 or more, or dynamic.")
+        raise typer.BadParameter(f"--batch-size {text!r} is not a batch size. Expected 1 or more, or dynamic.")
     return int(text)
 
 
@@ -57,7 +57,9 @@ def export(
     proportional: options.Proportional = True,
     method: options.Method = "tome",
     size: options.Size = None,
-    batch: Annotated[Any, typer.Option(metavar="N|dynamic", parser=parse_batch, help=BATCHES)] = "dynamic",
+    batch: Annotated[
+        Any, typer.Option("--batch-size", metavar="N|dynamic", parser=parse_batch, help=BATCHES)
+    ] = "dynamic",
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="bf16 for pt2 only; the model's own by default.")
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +19,14 @@ from vitrail import report as reports
 from vitrail._atomic_files import resolved
 from vitrail._distributed import World, distributed
 from vitrail._wording import counted
-from vitrail.cli._shared import console, options
+from vitrail.cli._shared import console, options, whole_datasets
 from vitrail.cli._shared.media import check_sample, open_for
 from vitrail.cli._shared.model import Loaded, load
-from vitrail.cli._shared.output import OutputError, check_writable
+from vitrail.cli._shared.output import OutputError, check_writable, write_text
 from vitrail.cli._shared.prediction import predict
 from vitrail.cli._shared.ranks import command
 from vitrail.data import Dataset, open_dataset
+from vitrail.embedding import survey_norms
 from vitrail.errors import ImageError, UnsupportedInput
 from vitrail.report import Report
 from vitrail.report.page.formatting import number, percent
@@ -37,7 +39,7 @@ TIMEOUT = timedelta(hours=12)
 """How long ranks wait for each other: rank 0 computes probes when the others are done."""
 
 EXAMPLES = (
-    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --size 518 -o report.html",
+    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --image-size 518 -o report.html",
     "vitrail inspect hf:facebook/dinov2-base pets.parquet --labels breed --limit 1000",
     "vitrail inspect timm:vit_tiny_patch16_224 --random-weights --no-probes",
     "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect hf:facebook/dinov2-large photos/ --limit 0",
@@ -67,12 +69,20 @@ def inspect(
     device: options.Device = None,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
+    engine: whole_datasets.Engine = "local",
+    address: whole_datasets.Address = None,
+    actors: whole_datasets.Actors = None,
 ) -> None:
     """Write a self-contained HTML page, and the same values as JSON beside it.
+
+    With --engine ray, actors of a cluster count the norms of all images; these alone are written, as JSON.
 
     Existing files are overwritten, and only by complete ones. Unreadable images are skipped and named; the exit code is
     then 1.
     """
+    if engine == "ray":
+        _survey(ctx.params)
+        return
     with session(out, device) as world:
         world.run(lambda: check_output(out, images or []))
         dataset = world.run(lambda: open_images(ctx.params))
@@ -87,6 +97,34 @@ def inspect(
             console.say(f"Report: {written(out)}", style="bold")
     if report.problems["num_skipped"] and world.world_size == 1:  # torchrun would report a crash
         raise typer.Exit(1)
+
+
+def _survey(given: Mapping[str, Any]) -> None:
+    """Count the norms of all images on a cluster, and write them as JSON."""
+    name, out = given["model"], given["out"]
+    with command():
+        if out.suffix.lower() != ".json":
+            raise OutputError(f"-o {out}: --engine ray writes norms alone, as JSON. Expected a name like norms.json.")
+        check_output(out, given["images"] or [])
+        dataset = open_images(given)
+        with console.err.status(f"Loading {name}"):
+            where = {"size": given["size"], "device": given["device"], "seed": given["seed"]}
+            loaded = load(name, "inspect", random=given["random_weights"], **where)
+        fitting = open_for(dataset, given["images"] or None, loaded.spec, **_data_options(given))
+        with console.bars() as draw:
+            found = survey_norms(
+                loaded.model,
+                fitting,
+                batch=given["batch"],
+                engine="ray",
+                address=given["address"],
+                actors=given["actors"],
+                progress=lambda done, total: draw("images", done, total),
+            )
+        write_text(out, dumps(found.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+        share = percent(found.outlier_share)
+        console.say(f"{found.verdict}: {share} of patch tokens in {counted(found.num_images, 'image')}", style="bold")
+        console.say(f"Norms: {out}", style="bold")
 
 
 def open_images(given: Mapping[str, Any]) -> Dataset:
@@ -131,7 +169,7 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
                 )
         except torch.OutOfMemoryError as error:
             raise UnsupportedInput(
-                f"Not enough memory for batches of {given['batch']} images. Use a smaller --batch or --size."
+                f"Not enough memory for batches of {given['batch']} images. Use a smaller --batch-size or --image-size."
             ) from error
 
     return world.run(work)

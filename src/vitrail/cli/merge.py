@@ -28,7 +28,7 @@ LEGEND = (
 )
 EXAMPLES = (
     "vitrail merge timm:vit_base_patch16_224 photos/ -r 16 -o glass",
-    "vitrail merge timm:vit_small_patch14_dinov2 cat.jpg --keep 0.25 --size 518",
+    "vitrail merge timm:vit_small_patch14_dinov2 cat.jpg --keep 0.25 --image-size 518",
     "vitrail merge hf:facebook/deit-small-patch16-224 cat.jpg --gflops 2.5 --schedule decreasing",
     "vitrail merge timm:vit_tiny_patch16_224 cat.jpg -r 16 --random-weights",
     "vitrail merge hf:MCG-NJU/videomae-base-finetuned-kinetics clips/ -r 64",

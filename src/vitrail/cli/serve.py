@@ -21,7 +21,7 @@ DEFAULTS = Limits()
 
 EXAMPLES = (
     "vitrail serve timm:vit_base_patch16_224 --merge r=8",
-    "vitrail serve vitrail:runs/student --merge tune.json --port 9000 --batch 64",
+    "vitrail serve vitrail:runs/student --merge tune.json --port 9000 --batch-size 64",
     "vitrail serve vitrail:tiny --merge keep=0.5 --host 0.0.0.0 --queue 512 --timeout 5",
     "curl --data-binary @cat.jpg http://127.0.0.1:8000/predict",
 )
@@ -34,15 +34,15 @@ def serve(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 for any free one.")] = 8000,
-    batch: Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Most images in a batch.")] = (
+    batch: Annotated[int, typer.Option("-b", "--batch-size", min=1, metavar="N", help="Most images in a batch.")] = (
         DEFAULTS.batch
     ),
     wait: Annotated[
         float, typer.Option("--wait", min=0, metavar="MS", help="How long the first image of a batch waits for others.")
     ] = DEFAULTS.wait_ms,
-    queue: Annotated[int, typer.Option(min=1, metavar="N", help="Most requests inside, and images that wait.")] = (
-        DEFAULTS.queue
-    ),
+    queue: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most requests, and most images, inside the server.")
+    ] = (DEFAULTS.queue),
     images: Annotated[int, typer.Option(min=1, metavar="N", help="Most images in one request.")] = DEFAULTS.images,
     megabytes: Annotated[float, typer.Option("--max-mb", metavar="MB", help="Largest body of a request.")] = (
         DEFAULTS.megabytes

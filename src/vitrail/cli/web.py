@@ -17,7 +17,7 @@ from vitrail.errors import InvalidOption
 
 EXAMPLES = (
     "vitrail web",
-    "vitrail web timm:vit_small_patch14_dinov2 --size 518",
+    "vitrail web timm:vit_small_patch14_dinov2 --image-size 518",
     "vitrail web vitrail:tiny runs/student",
     "vitrail web --static site",
 )
@@ -111,12 +111,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; raise for a port that is in use."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(128)
+        return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise InvalidOption(
             f"cannot listen on {host}, port {port} ({error.strerror or error}); choose another with --port, or --port 0"
         ) from error
-    return made

@@ -113,6 +113,28 @@ def _natural(name: str) -> tuple[int, int, str]:
     return (0, int(name), name) if name.isascii() and name.isdigit() else (1, 0, name)
 
 
+def _places(known: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Return the place of known classes, by their own names and by the given names that differ only in spelling."""
+    places = {name: number for number, name in enumerate(known)}
+    spelled: dict[str, list[int]] = {}
+    for number, name in enumerate(known):
+        spelled.setdefault(plain_name(name), []).append(number)
+    for name in names:
+        alike = spelled.get(plain_name(name), [])
+        if name not in places and len(alike) == 1:
+            places[name] = alike[0]
+    return places
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a class without case, and with single blanks for ``_`` and other blanks.
+
+    >>> plain_name("English_springer ") == plain_name("english  springer")
+    True
+    """
+    return " ".join(name.replace("_", " ").casefold().split())
+
+
 def read_classes(column: str, given: Labels, known: Sequence[str] | None) -> tuple[Names, Tensor]:
     """Return names and numbers (N, 1) of a column's classes, -1 for none; numbered as known classes are."""
     numbers = torch.tensor([UNLABELED if value is None else value for value in given.numbers], dtype=torch.int64)
@@ -137,9 +159,9 @@ def read_classes(column: str, given: Labels, known: Sequence[str] | None) -> tup
         raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
     if not names or names == known:
         return known, numbers.unsqueeze(1)
-    places = {name: number for number, name in enumerate(known)}
+    places = _places(known, names)
     unknown = [names[number] for number in numbers[numbers >= 0].unique().tolist() if names[number] not in places]
-    if unknown or len(places) < len(known):
+    if unknown or len(set(known)) < len(known):
         shown = f"{_shortened(unknown)} {'is' if len(unknown) == 1 else 'are'}" if unknown else "a repeated name is"
         raise InvalidOption(f"{column}: {shown} not among the {len(known)} known classes ({_shortened(known)})")
     table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])

@@ -10,6 +10,7 @@ for batch in dataset.batches(spec, 32): ...  # preprocessed for a model
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -523,6 +524,8 @@ def open_dataset(
         columns = (MASK,)
     kinds = read_kinds(kind, columns or tuple(classes or ()))
     names = _mask_names(mask_classes)
+    is_folder = isinstance(source, str | os.PathLike) and Path(source).is_dir()
+    where = f"{source} is an unlabeled folder: " if is_folder else ""
     if not isinstance(source, Dataset):
         opened = open_source(source, columns or (), modality, masks, None if mask_classes is None else len(names))
         source = Dataset(opened)
@@ -530,7 +533,7 @@ def open_dataset(
     if columns is None:
         dataset = dataset._with(labels=dataset.labels[:, :0], classes={}, targets={})
     else:
-        dataset = _labeled(dataset, columns, dict(classes or {}), labeled, kinds, names)
+        dataset = _labeled(dataset, columns, dict(classes or {}), labeled, kinds, names, where)
     if limit is not None and limit < len(dataset):
         dataset = dataset.select(number * len(dataset) // limit for number in range(limit))
     return dataset._with(size=size) if size is not None else dataset
@@ -563,8 +566,12 @@ def _labeled(
     required: bool,
     kinds: Mapping[str, Kind],
     mask_names: tuple[str, ...],
+    where: str = "",
 ) -> Dataset:
-    """Return a dataset with these label columns, or with the one that is most likely the class."""
+    """Return a dataset with these label columns, or with the one that is most likely the class.
+
+    ``where`` names an unlabeled folder in the error.
+    """
     if columns and known and set(columns) != set(known):
         raise InvalidOption(f"labels={','.join(columns)}: the known classes are those of {','.join(known)}")
     if len(set(columns)) < len(columns):
@@ -590,14 +597,16 @@ def _labeled(
         return dataset  # without labels: what is there is no class
     table = torch.cat([part.float() for part in parts] if targets else parts, 1)
     dataset_with = dataset._with(labels=table, classes=found, targets=targets)
+    if dataset_with.is_dense != dataset.is_dense and dataset._cache is not None:
+        dataset_with = dataset_with._with(cache={})  # what is kept has no masks, or has them
     rows = complete.nonzero()[:, 0]
     if not required:
         return dataset_with if targets or (table >= 0).any() else dataset
     if not len(rows):
         part, recipe = ("val", "") if known else ("train", "; a recipe that needs no labels takes labels='none'")
         raise ImageError(
-            f"none of the {counted(len(table), 'sample')} has a label ({', '.join(chosen)}). Expected a folder that "
-            f"holds two or more class folders and nothing else (name PATH/{part} if they are there), or a label "
+            f"{where}none of the {counted(len(table), 'sample')} has a label ({', '.join(chosen)}). Expected a folder "
+            f"that holds two or more class folders and nothing else (name PATH/{part} if they are there), or a label "
             f"column{recipe}"
         )
     missing = len(table) - len(rows) + dataset.num_unlabeled

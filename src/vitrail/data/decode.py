@@ -126,6 +126,10 @@ def check_image(path: str | os.PathLike[str]) -> int:
     return frames
 
 
+TEXT = {".txt", ".json", ".jsonl", ".yaml", ".yml", ".xml", ".html", ".md"}
+"""Endings of files that are named by mistake instead of images; their content is not looked at."""
+
+
 @checked
 def find_images(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
@@ -145,6 +149,11 @@ def find_images(
     for path in given:
         if not path.exists():
             raise _missing(path, "" if noun == "image" else f"a {noun}")
+        if path.suffix.lower() in TEXT and path.is_file():
+            raise ImageError(
+                f"{path} is a file of text, not of {noun}s; expected {noun} files, a folder of class folders, or a "
+                "parquet file or dataset with the labels beside them"
+            )
         for file in _files_under(path, extensions) if path.is_dir() else [path]:
             found.setdefault(resolved(file), file)
     if not found:

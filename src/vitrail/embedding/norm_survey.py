@@ -15,6 +15,7 @@ from vitrail.adapters import find
 from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.data.batches import Batches
 from vitrail.data.dataset import Dataset, open_dataset
+from vitrail.embedding.output import rows_of
 from vitrail.embedding.ray_engine import Task, map_shards, on_device, portable
 from vitrail.embedding.run import BATCH, ENGINES
 from vitrail.errors import ImageError
@@ -31,14 +32,11 @@ class NormCounter:
     model: nn.Module
     dataset: Dataset
     batch: int
-
-    def indices(self, shard: int) -> range:
-        """Return the indices of a shard."""
-        return range(shard * ROWS, min((shard + 1) * ROWS, len(self.dataset)))
+    rows: int
 
     def __call__(self) -> Task:
         model = on_device(self.model)
-        return lambda shard: count_norms(model, self.dataset, self.indices(shard), self.batch)
+        return lambda shard: count_norms(model, self.dataset, rows_of(shard, self.rows, len(self.dataset)), self.batch)
 
 
 def count_norms(model: nn.Module, dataset: Dataset, indices: range, batch: int) -> NormAccumulator | None:
@@ -86,14 +84,14 @@ def survey_norms(
     batch = batch or BATCH[next(model.parameters()).device.type]
     total = len(dataset)
     shards = range(-(-total // ROWS))
-    make = NormCounter(portable(model) if engine == "ray" else model, dataset, batch)
+    make = NormCounter(portable(model) if engine == "ray" else model, dataset, batch, ROWS)
     found: dict[int, NormAccumulator] = {}
     done = 0
-    local = ((shard, count_norms(model, dataset, make.indices(shard), batch)) for shard in shards)
+    local = ((shard, count_norms(model, dataset, rows_of(shard, ROWS, total), batch)) for shard in shards)
     for shard, counts in local if engine == "local" else map_shards(make, shards, address=address, actors=actors):
         if counts is not None:
             found[shard] = counts
-        done += len(make.indices(shard))
+        done += len(rows_of(shard, ROWS, total))
         if progress is not None:
             progress(done, total)
     if not found:

@@ -57,6 +57,11 @@ class Marker(NamedTuple):
     skipped: tuple[Skipped, ...]
 
 
+def rows_of(shard: int, rows: int, total: int) -> range:
+    """Return the indices of the samples of a shard."""
+    return range(shard * rows, min((shard + 1) * rows, total))
+
+
 def shard_rows(columns: Sequence[Column]) -> int:
     """Return how many rows a shard has."""
     return max(64, min(SHARD_ROWS, SHARD_BYTES // max(sum(column.nbytes for column in columns), 1)))
@@ -135,7 +140,7 @@ class Job:
 
     def indices(self, shard: int) -> range:
         """Return the indices of the samples of a shard."""
-        return range(shard * self.rows, min((shard + 1) * self.rows, self.total))
+        return rows_of(shard, self.rows, self.total)
 
     def start(self, *, overwrite: bool = False) -> bool:
         """Create the directory of shards, or take up the one that is there; return whether all is done already.

@@ -26,7 +26,7 @@ from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedMo
 from vitrail.export._trace import PlainModel, explained, trace
 from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
 from vitrail.export.formats import INPUT, find_format
-from vitrail.runtime.checks import refuse_meta
+from vitrail.runtime.checks import merged_trunk, refuse_meta, refuse_windowed
 from vitrail.surgery import Merging
 
 Batch = int | Literal["dynamic"]
@@ -198,6 +198,9 @@ def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             f"{len(training)} modules are in training mode ({training[0]}, for example); call model.eval() first"
         )
     refuse_meta(model)
+    merging = Merging.of(model) if merged_trunk(model) is not None else None
+    if merging is not None:
+        refuse_windowed(merging.found, "export of the merged model")
     values = [*model.parameters(), *model.buffers()]
     own = next((value.dtype for value in values if value.is_floating_point()), torch.float32)
     if (dtype or own) not in TOLERANCES:

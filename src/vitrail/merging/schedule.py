@@ -220,6 +220,8 @@ class Schedule:
         else:
             wanted = ramp(self.r, self.inflection, depth)
         possible = room.cap(wanted)
+        if isinstance(room, RunsRoom) and not isinstance(self.r, tuple) and any(map(operator.eq, wanted, possible)):
+            return Solution(possible, possible)  # one number for windows of several sizes, and blocks without any
         if room.feasible is not None and sum(possible) < sum(room.cap([room.tokens] * depth)):
             return Solution(possible, possible)  # what is missing is less than one step can remove
         return Solution(wanted, possible)

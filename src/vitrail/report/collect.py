@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail._distributed import all_gather, rank_and_world_size
@@ -148,8 +149,10 @@ class Collector:
         self.model, self.spec, self.total, self.objects = model, spec, total, objects
         self.found = find(model)
         self.depth = len(self.found.blocks)
-        self.norms = watch(model, ("entry", "norms"))
-        self.collected = Collected(NormAccumulator(self.depth))
+        layouts = [self.found.adapter.layout_in(self.found.trunk, layer) for layer in range(self.depth)]
+        layers = [layer for layer, layout in enumerate(layouts) if layout.grid == layouts[-1].grid]
+        self.norms = watch(model, ("entry", "norms"), layers)
+        self.collected = Collected(NormAccumulator(layers))
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
@@ -172,7 +175,8 @@ class Collector:
         similarity = torch.full((len(norms), layout.num_patches), math.nan)
         if finite.any() and layout.grid[1] * layout.grid[2] > 1:
             rows = finite.to(embedding.device)
-            similarity[finite] = neighbor_similarity(embedding[rows], layout.grid).float().cpu()
+            pooled = self._pooled(embedding[rows], batch, layout)
+            similarity[finite] = neighbor_similarity(pooled, layout.grid).float().cpu()
         foreground = self._foreground(batch, layout)
         most = self._most_features(last, batch.images)
         for row, (index, name) in enumerate(zip(batch.indices, map(str, batch.names), strict=True)):
@@ -199,6 +203,15 @@ class Collector:
                 None if foreground is None else foreground[row],
                 None if slot is None else self._features(batch, row, layout, last, norms, objects),
             )
+
+    def _pooled(self, embedding: Tensor, batch: Batch, layout: TokenLayout) -> Tensor:
+        """Return patch embeddings (B, P, D) as their means at the places of a coarser grid."""
+        if embedding.shape[1] == layout.num_patches:
+            return embedding
+        size = self.found.adapter.channels_first(self.found.trunk, batch.images).shape[2:]
+        grid = self.found.adapter.layout(self.found.trunk, tuple(size)).grid
+        cells = embedding.transpose(1, 2).unflatten(2, grid[1:])
+        return F.adaptive_avg_pool2d(cells, layout.grid[1:]).flatten(2).transpose(1, 2)
 
     def _features(
         self, batch: Batch, row: int, layout: TokenLayout, last: dict[str, Tensor], norms: Tensor, objects: bool

@@ -159,6 +159,11 @@ class Report(Saved, eq=False):
 
         return render("report.html", photos=photos(self.images), sections=page_sections(self), **header(self))
 
+    def _repr_html_(self) -> str:
+        from vitrail.report.card import report_card
+
+        return report_card(self)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Load a report from its JSON, or from the JSON beside its page. Pixels and maps are not in it."""

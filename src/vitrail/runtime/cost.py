@@ -74,7 +74,7 @@ class CostModel:
         rest = [part for part in model.modules() if id(part) not in counted]
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)) + pooled,
-            fixed=_rest(rest) - pooled,
+            fixed=_rest(rest) - pooled + sum(map(_position_network, found.block_adapters, found.blocks)),
             blocks=tuple(
                 map(
                     _block_cost,
@@ -207,6 +207,10 @@ def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool, window: int
     pair = 2 * heads * channels + parts.pair_weights(block)
     rows = parts.row_weights(block) if isinstance(parts, WindowedAdapter) else 0
     return BlockCost(attend, feed, pair, channels, heads if biased else 0, rows, window)
+
+
+def _position_network(parts: BlockAdapter, block: nn.Module) -> int:
+    return parts.position_network(block) if isinstance(parts, WindowedAdapter) else 0
 
 
 def _per_patch(root: nn.Module) -> int:

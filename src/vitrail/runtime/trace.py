@@ -113,6 +113,11 @@ class Trace:
     def _tokens_at_start(self) -> int:
         return self.layout.num_tokens - self.plan.cost.late[-1]
 
+    def _repr_html_(self) -> str:
+        from vitrail.runtime.trace_card import trace_card
+
+        return trace_card(self)
+
     def unmerge(self, tokens: Tensor) -> Tensor:
         """Return a token for every original position: (B, kept, D) becomes (B, N, D)."""
         assignment = self.latest.assignment

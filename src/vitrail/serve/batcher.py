@@ -169,8 +169,16 @@ class Batcher(Generic[Item, Result]):
         """Whole seconds until what waits now should have run, at the present speed: from 1 to `MAX_RETRY`."""
         return max(1, min(MAX_RETRY, math.ceil(len(self._queue) * self._seconds_per_item)))
 
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Return whether the thread of a closed batcher has ended, after waiting for its last batch."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     def close(self, grace: float = 0.0) -> None:
-        """Take no more items, run what waits for at most ``grace`` seconds, and fail the rest with `Stopped`."""
+        """Take no more items, run what waits for at most ``grace`` seconds, and fail the rest with `Stopped`.
+
+        A batch that runs then is not waited for: see :meth:`ended`.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Limits:
     Attributes:
         batch: most images in one batch.
         wait_ms: milliseconds that the first image of a batch waits for others.
-        queue: most requests inside the server, and most images that wait for the model.
+        queue: most requests inside the server, and most images inside it.
         images: most images in one request.
         megabytes: most megabytes in the body of one request.
         upload_megabytes: most megabytes in the bodies of all requests together.
@@ -70,31 +70,42 @@ class Limits:
 
 
 class Ticket:
-    """A request inside the server, and the bytes that it holds."""
+    """A request inside the server, and what it holds: bytes of its body, and images."""
 
     def __init__(self, admission: Admission) -> None:
-        self._admission, self.bytes = admission, 0
+        self._admission, self.bytes, self.images = admission, 0, 0
 
     def hold(self, count: int) -> None:
         """Count further bytes of the body; raise ``Overloaded`` where all requests together hold too many."""
         self._admission.hold(count)
         self.bytes += count
 
+    def release_bytes(self) -> None:
+        """Count the body no longer: its images are decoded."""
+        self._admission.bytes -= self.bytes
+        self.bytes = 0
+
+    def hold_images(self, count: int) -> None:
+        """Count the images; raise ``Overloaded`` where all requests together hold too many."""
+        self._admission.hold_images(count)
+        self.images += count
+
 
 class Admission:
-    """Counts of the requests inside a server and of the bytes of their bodies. Used from one event loop."""
+    """Counts of the requests inside a server, of the bytes of their bodies, and of their images.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits, self.requests, self.bytes = limits, 0, 0
+    Used from one event loop. ``retry_after`` returns the seconds after which a refused request should come again.
+    """
+
+    def __init__(self, limits: Limits, retry_after: Callable[[], int] = lambda: 1) -> None:
+        self.limits, self.requests, self.bytes, self.images = limits, 0, 0, 0
+        self._retry_after = retry_after
 
     @contextmanager
-    def enter(self, retry_after: int) -> Iterator[Ticket]:
+    def enter(self) -> Iterator[Ticket]:
         """Count a request inside a ``with`` block; raise ``Overloaded`` where the server has too many."""
         if self.requests >= self.limits.queue:
-            raise Overloaded(
-                f"the server is busy: {self.requests} requests are inside, the most that it takes. Try again later",
-                retry_after,
-            )
+            raise self._overloaded(f"{self.requests} requests are inside, the most that it takes")
         self.requests += 1
         ticket = Ticket(self)
         try:
@@ -102,13 +113,19 @@ class Admission:
         finally:
             self.requests -= 1
             self.bytes -= ticket.bytes
+            self.images -= ticket.images
 
     def hold(self, count: int) -> None:
         """Count further bytes."""
         if self.bytes + count > self.limits.upload_megabytes * MEGA:
-            raise Overloaded(
-                f"the server is busy: uploads hold {self.bytes / MEGA:.0f} of {self.limits.upload_megabytes:g} MB. "
-                "Try again later",
-                1,
-            )
+            raise self._overloaded(f"uploads hold {self.bytes / MEGA:.0f} of {self.limits.upload_megabytes:g} MB")
         self.bytes += count
+
+    def hold_images(self, count: int) -> None:
+        """Count further images."""
+        if self.images + count > self.limits.queue:
+            raise self._overloaded(f"{self.images} images are inside, and {self.limits.queue} may be")
+        self.images += count
+
+    def _overloaded(self, why: str) -> Overloaded:
+        return Overloaded(f"the server is busy: {why}. Try again later", self._retry_after())

@@ -24,22 +24,26 @@ class Metrics:
 
     def __init__(self, waiting: Callable[[], int], inside: Callable[[], int], uploads: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
-        on = {"registry": self.registry}
-        self.requests = Counter("vitrail_requests", "Requests by route and status.", ["route", "status"], **on)
+        on = self.registry
+        self.requests = Counter("vitrail_requests", "Requests by route and status.", ["route", "status"], registry=on)
         self.seconds = Histogram(
-            "vitrail_request_seconds", "Seconds from a request's head to its answer.", ["route"], buckets=SECONDS, **on
+            "vitrail_request_seconds",
+            "Seconds from a request's head to its answer.",
+            ["route"],
+            buckets=SECONDS,
+            registry=on,
         )
-        self.images = Counter("vitrail_images", "Images that the model saw.", **on)
-        self.batches = Histogram("vitrail_batch_images", "Images in one batch.", buckets=BATCHES, **on)
-        self.model_seconds = Histogram("vitrail_model_seconds", "Seconds of one batch.", buckets=SECONDS, **on)
+        self.images = Counter("vitrail_images", "Images that the model saw.", registry=on)
+        self.batches = Histogram("vitrail_batch_images", "Images in one batch.", buckets=BATCHES, registry=on)
+        self.model_seconds = Histogram("vitrail_model_seconds", "Seconds of one batch.", buckets=SECONDS, registry=on)
         gauges = {
             "vitrail_waiting_images": ("Images that wait for the model.", waiting),
             "vitrail_requests_inside": ("Requests inside the server.", inside),
             "vitrail_upload_bytes": ("Bytes of the bodies of requests inside the server.", uploads),
         }
         for name, (help_, read) in gauges.items():
-            Gauge(name, help_, **on).set_function(read)
-        ProcessCollector(**on)
+            Gauge(name, help_, registry=on).set_function(read)
+        ProcessCollector(registry=on)
 
     def count_batch(self, images: int, seconds: float) -> None:
         """Count a batch that ran."""

@@ -5,7 +5,7 @@ Both are those of ``vitrail predict`` and ``vitrail embed`` for the same image, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ class ServedModel:
         (wanted,) = parse_tokens(found, ())
         self._features, self._column = Features(model, found, [wanted]), wanted.name
         is_classifier = bool(class_names(model)) or found.adapter.num_classes(model, found.trunk) > 0
-        self._call = partial(forward_output, model) if is_classifier else found.trunk
+        self._call: Callable[[Tensor], Any] = partial(forward_output, model) if is_classifier else found.trunk
         example, output = self._run([torch.zeros((3, *self.spec.size), dtype=torch.uint8)])
         outputs = getattr(output, "logits", None)
         targets: tuple[Target, ...] = ()

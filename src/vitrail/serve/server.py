@@ -25,6 +25,9 @@ BACKLOG = 256
 SPARE_CONNECTIONS = 64
 """Connections beyond twice the requests inside; more are refused before their head is read."""
 
+LAST_BATCH_SECONDS = 10.0
+"""Time for the batch that runs when everything else has ended."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -136,6 +139,10 @@ async def _serve(
     for task in stopping:
         task.cancel()
     await service.close()
+    if not await asyncio.to_thread(service.batcher.ended, LAST_BATCH_SECONDS):
+        logging.getLogger("vitrail.serve").error("the model has not ended its last batch; exiting without it")
+        logging.shutdown()
+        os._exit(1)  # Python's teardown crashes under a thread that computes
     return int(service.lost)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail.errors import ImageError, ImageTooLarge
 from vitrail.serve.batcher import Batcher, Overloaded, Stopped
-from vitrail.serve.limits import Admission, Limits
+from vitrail.serve.limits import Admission, Limits, Ticket
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.model import Answer, ServedModel
 from vitrail.serve.uploads import BadRequest, Upload, drain, read_body
@@ -32,7 +32,7 @@ class Service:
 
     def __init__(self, model: ServedModel, limits: Limits) -> None:
         self.model, self.limits = model, limits
-        self.admission = Admission(limits)
+        self.admission = Admission(limits, lambda: self.batcher.retry_after)
         self.metrics = Metrics(lambda: len(self.batcher), lambda: self.admission.requests, lambda: self.admission.bytes)
         self.batcher: Batcher[Tensor, Answer] = Batcher(
             model,
@@ -64,12 +64,15 @@ class Service:
         try:
             if self.is_stopping:
                 raise Stopped("the server is stopping and takes no more requests; send it to another one")
-            with self.admission.enter(self.batcher.retry_after) as ticket:
+            with self.admission.enter() as ticket:
                 body = await read_body(stream, announced, self.limits, ticket)
                 try:
                     async with asyncio.timeout(self.limits.seconds):
-                        uploads = await asyncio.get_running_loop().run_in_executor(self.decoders, read, body)
-                        return [upload.name for upload in uploads], await self._run(uploads, gone)
+                        uploads = await asyncio.to_thread(read, body)  # not behind images that are decoded
+                        del body
+                        ticket.hold_images(len(uploads))
+                        names = [upload.name for upload in uploads]
+                        return names, await self._run(uploads, ticket, gone)
                 except TimeoutError as error:
                     raise BadRequest(
                         504,
@@ -81,14 +84,14 @@ class Service:
             await drain(stream)
             raise
 
-    async def _run(self, uploads: Sequence[Upload], gone: Callable[[], Awaitable[Any]]) -> list[Answer]:
-        """Decode images, and wait for their answers unless the client goes away."""
-        loop = asyncio.get_running_loop()
+    async def _run(self, uploads: list[Upload], ticket: Ticket, gone: Callable[[], Awaitable[Any]]) -> list[Answer]:
+        """Decode images, forget their files, and wait for their answers unless the client goes away."""
         watch = asyncio.ensure_future(gone())
         futures: list[Future[Answer]] = []
         try:
-            decoding = [loop.run_in_executor(self.decoders, self._decode, upload) for upload in uploads]
-            tensors = await _first(asyncio.gather(*decoding), watch)
+            tensors = await _first(asyncio.gather(*(self._in_thread(self._decode, one) for one in uploads)), watch)
+            uploads.clear()
+            ticket.release_bytes()
             futures = self.batcher.submit(tensors, self.limits.seconds)
             found: list[Answer] = await _first(asyncio.gather(*map(asyncio.wrap_future, futures)), watch)
             return found
@@ -96,6 +99,16 @@ class Service:
             watch.cancel()
             for future in futures:
                 future.cancel()
+
+    async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Return the result of a function that runs in a decoding thread."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.decoders, function, argument)
+        except (asyncio.CancelledError, RuntimeError) as error:  # the threads have ended, unless we were cancelled
+            task = asyncio.current_task()
+            if self.is_stopping and task is not None and not task.cancelling():
+                raise Stopped("the server stopped before this request ran; send it again") from error
+            raise
 
     def _decode(self, upload: Upload) -> Tensor:
         try:

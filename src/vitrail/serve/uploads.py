@@ -176,7 +176,7 @@ def _read_form(content_type: str, body: bytes) -> list[Upload]:
         raise BadRequest(400, "bad_form", f"the form is damaged ({error}); send it again") from error
     if not ended:
         raise BadRequest(400, "bad_form", "the form is cut off: its end is missing; send it again")
-    uploads = []
+    uploads: list[Upload] = []
     for headers, data in parts:
         _, fields = parse_options_header(headers.get(b"content-disposition", b""))
         if b"filename" in fields:

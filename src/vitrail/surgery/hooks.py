@@ -35,6 +35,9 @@ from vitrail.tokens import TokenLayout
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
 """Activations that each layer has."""
 
+ATTENDING = frozenset(("q", "k", "v", "attention"))
+"""Those of them that blocks which pool their queries (Hiera) do not have."""
+
 WHAT = ("embedding", "entry", *BY_LAYER)
 
 
@@ -87,13 +90,17 @@ class Recording:
         layers: the recorded blocks.
         queries: positions of the tokens that attention rows belong to.
         embedding: patches after the patch embedding, before positions (B, P, D).
-        entry: L2 norms in float32 of the patches that enter the first block, with their positions (B, P).
+        entry: L2 norms in float32 of the patches that enter the first block, with their positions (B, P); where blocks
+            have grids of their own, of those that enter the first block with the last grid.
         tokens: outputs of each block, before the final norm (B, N, D).
         norms: their L2 norms in float32 (B, N).
         q: queries (B, H, N, d) after their norm and before rotary position; ``k`` and ``v`` likewise.
-        attention: attention rows of the queries (B, H, Q, N); each sums to one. Inside windows a query is a patch, the
-            row is that of the block's token there, 0 outside its window, and padding has the rest.
+        attention: attention rows of the queries (B, H, Q, N); each sums to one. Inside windows a row is 0 outside the
+            query's window, padding has what is missing to one, and in a finer grid the query is the first token there.
         mlp: inputs of the MLP's last linear layer (B, N, hidden).
+        class_attention: attention rows (B, H, Q, N) in the layers of a class-attention stage, counted from 0, where
+            ``attention`` is recorded. Q are the tokens that gather there; they are the first of the N, then come the
+            other special tokens, then the patches.
     """
 
     layout: TokenLayout
@@ -108,15 +115,21 @@ class Recording:
     v: Layers = field(default_factory=dict)
     attention: Layers = field(default_factory=dict)
     mlp: Layers = field(default_factory=dict)
+    class_attention: Layers = field(default_factory=dict)
 
     @property
     def by_layer(self) -> dict[str, Layers]:
         """The activations that each layer has, by name."""
         return {name: getattr(self, name) for name in BY_LAYER}
 
+    def _repr_html_(self) -> str:
+        from vitrail.surgery.cards import recording_card
+
+        return recording_card(self)
+
     def __len__(self) -> int:
         tensors = [one for one in (self.embedding, self.entry) if one is not None]
-        tensors += [tensor for layers in self.by_layer.values() for tensor in layers.values()]
+        tensors += [tensor for layers in (*self.by_layer.values(), self.class_attention) for tensor in layers.values()]
         return len(tensors[0]) if tensors else 0
 
 
@@ -137,7 +150,12 @@ class Recorder:
         passes, self.passes = self.passes, []
         wanted = [name for name in BY_LAYER if name in self.what]
         for one in passes:
-            missing = [layer for layer in self.layers for name in wanted if layer not in one.by_layer[name]]
+            missing = [
+                layer
+                for layer in self.layers
+                for name in wanted
+                if layer not in one.by_layer[name] and not (name in ATTENDING and self._pools(layer))
+            ]
             if missing:
                 raise BrokenPass(
                     f"layer {missing[0]} of {len(self.found.blocks)} did not run, so nothing was recorded; call the "
@@ -155,9 +173,12 @@ class Recorder:
             if "embedding" in self.what:
                 handles.append(adapter.patch_embedding(trunk).register_forward_hook(self._record_embedding))
             if "entry" in self.what:
-                handles.append(self.found.blocks[0].register_forward_pre_hook(self._record_entry, with_kwargs=True))
+                block = self.found.blocks[self._entered]
+                handles.append(block.register_forward_pre_hook(self._record_entry, with_kwargs=True))
             for layer in self.layers:
                 handles += self._hook_block(layer)
+            for layer, block in enumerate(adapter.stage(trunk) if "attention" in self.what else ()):
+                handles.append(block.register_forward_pre_hook(self._record_stage(layer), with_kwargs=True))
             with eagerly():
                 yield
         finally:
@@ -168,26 +189,39 @@ class Recorder:
         size, changed = self.found.adapter.read_images(self.found.trunk, args, kwargs)
         layout = layout_of(self.found, size)
         self.patches = self.found.adapter.layout(self.found.trunk, size).grid
-        asked = layout.with_grid(self.patches) if self._windows(0) is not None else layout
-        queries = asked.find(self.queries) if "attention" in self.what else ()
+        queries: tuple[int, ...] = ()
+        gathers = bool(self.found.adapter.stage(self.found.trunk))
+        if "attention" in self.what and not (self.queries is None and gathers and not layout.num_special):
+            queries = layout.find(self.queries)
         self.passes.append(Recording(layout, self.layers, queries))
         return None if changed is None else ((), {**kwargs, **changed})
 
     def _record_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         now = self.passes[-1]
-        tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, now.layout)
+        tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, now.layout.with_grid(self._patches))
         self.passes[-1] = replace(now, embedding=self.keep(tokens))
 
     def _record_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = self._current(0)
         x = args[0] if args else kwargs[self.found.block_adapters[0].input_name]
+        windows = self._windows(self._entered)
+        x = x if windows is None else self._by_rows(windows, x)
+        if x.shape[1] < now.layout.num_patches or (windows is not None and x.shape[1] != now.layout.num_tokens):
+            return  # the grid changes from stage to stage, and patches with it
         patches = x[:, x.shape[1] - now.layout.num_patches :]  # added and late special tokens may not be there yet
         self.passes[-1] = replace(now, entry=self.keep(patches.float().norm(dim=-1)))
+
+    def _record_stage(self, layer: int) -> Callable[..., None]:
+        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rows = self.found.adapter.stage_attention(block, args, kwargs)
+            self._current(layer).class_attention[layer] = self.keep(rows)
+
+        return before
 
     def _hook_block(self, layer: int) -> list[RemovableHandle]:
         block, parts = self.found.blocks[layer], self.found.block_adapters[layer]
         handles = []
-        if self.what & {"q", "k", "v", "attention"}:
+        if self.what & ATTENDING:
 
             def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 self._record_attention(layer, block, parts, args, dict(kwargs))
@@ -264,18 +298,16 @@ class Recorder:
     def _record_in_windows(
         self, layer: int, windows: LayerWindows, block: nn.Module, parts: BlockAdapter, x: Tensor
     ) -> None:
-        """Record queries, keys, values and attention of a block whose attention runs inside windows."""
+        """Record queries, keys, values and attention of a block whose attention runs inside windows, if it fits."""
         if windows.windows is None:
-            raise InvalidOption(
-                f"q, k, v and attention of block {layer} cannot be recorded: it pools its queries, so fewer tokens "
-                "leave it than enter; choose other layers"
-            )
+            return
         qkv = parts.qkv(block, parts.attend_norm(block, self._by_rows(windows, x)))
         for name, part in zip(("q", "k", "v"), qkv, strict=True):
             if name in self.what:
                 self._store(name, layer, part)
         if "attention" in self.what:
-            rows = attention_in_windows(parts, block, windows, self._patches, qkv, self._current(layer).queries)
+            now = self._current(layer)
+            rows = attention_in_windows(parts, block, windows, self._patches, qkv, now.queries, now.layout.grid)
             self._store("attention", layer, rows)
 
     def _attention_rows(
@@ -345,11 +377,27 @@ class Recorder:
         windows = self.found.adapter.layer_windows(self.found.trunk)
         return windows[layer] if windows else None
 
+    def _pools(self, layer: int) -> bool:
+        windows = self._windows(layer)
+        return windows is not None and windows.windows is None
+
     def _by_rows(self, windows: LayerWindows, tokens: Tensor) -> Tensor:
         """Return the tokens of a grid (B, N, D), row by row."""
         tokens = flat_tokens(tokens)
         sequence = windows.sequence(windows.grid(self._patches), tokens.device)
         return tokens if sequence is None else tokens[:, sequence]
+
+    @property
+    def _entered(self) -> int:
+        """The first block with the grid of the last one, that does not pool."""
+        adapter, trunk = self.found.adapter, self.found.trunk
+        windows, last = adapter.layer_windows(trunk), adapter.layout_in(trunk, -1).grid
+        fit = (
+            layer
+            for layer in range(len(self.found.blocks))
+            if adapter.layout_in(trunk, layer).grid == last and not (windows and windows[layer].pooling)
+        )
+        return next(fit, 0)
 
     @property
     def _patches(self) -> tuple[int, int, int]:

@@ -46,9 +46,10 @@ def record(
     Args:
         model: a supported model.
         images: images as files or tensors; see :data:`Images`. Files that cannot be read are skipped with a warning.
-        what: some of ``embedding``, ``tokens``, ``norms``, ``q``, ``k``, ``v``, ``attention``, ``mlp``.
+        what: some of ``embedding``, ``entry``, ``tokens``, ``norms``, ``q``, ``k``, ``v``, ``attention``, ``mlp``.
         layers: blocks to record; negative numbers count from the end; by default all.
-        queries: roles or positions of the tokens whose attention rows to record; by default all special tokens.
+        queries: roles or positions of the tokens whose attention rows to record, or ``"all"``; by default all special
+            tokens. Rows of a class-attention stage (CaiT) are recorded beside them, as ``class_attention``.
         batch_size: batch size; by default 8 files, or the whole tensor.
         dtype: dtype of the recorded tensors; by default the model's.
         device: device of the recorded tensors; by default the model's.
@@ -109,6 +110,7 @@ def join(recordings: Sequence[Recording]) -> Recording:
         name: {layer: torch.cat([one.by_layer[name][layer] for one in recordings]) for layer in by_layer}
         for name, by_layer in first.by_layer.items()
     }
+    gathered = {layer: torch.cat([one.class_attention[layer] for one in recordings]) for layer in first.class_attention}
     return Recording(
         first.layout,
         first.layers,
@@ -116,6 +118,7 @@ def join(recordings: Sequence[Recording]) -> Recording:
         torch.cat(embeddings) if embeddings else None,
         torch.cat(entries) if entries else None,
         **layers,
+        class_attention=gathered,
     )
 
 

@@ -147,6 +147,8 @@ class TokenLayout:
     def find(self, tokens: Any = None) -> tuple[int, ...]:
         """Return the positions of roles and positions, each once; by default those of all special tokens.
 
+        "all" are all tokens.
+
         >>> TokenLayout.of("class", ("register", 4), grid=(1, 14, 14)).find(["class", -1])
         (0, 200)
         """
@@ -156,10 +158,11 @@ class TokenLayout:
                 found.append(token % self.num_tokens)
             elif isinstance(token, str) and token in _ROLES:
                 found += self.indices(token)
+            elif token == "all":
+                found += range(self.num_tokens)
             else:
-                raise InvalidOption(
-                    f"tokens are roles ({', '.join(_ROLES)}) or positions below {self.num_tokens}; got {token!r}"
-                )
+                known = f"roles ({', '.join(_ROLES)}), 'all', or positions below {self.num_tokens}"
+                raise InvalidOption(f"tokens are {known}; got {token!r}")
         if not found:
             wanted = "special tokens" if tokens is None else repr(tokens)
             raise InvalidOption(f"no such token: the model has {self.describe()}, but not {wanted}")

@@ -48,7 +48,7 @@ def decoding_of(config: Config, dataset: Dataset) -> tuple[Config, InputSpec | N
     except TypeError as error:
         names = ", ".join(field.name for field in fields(DEFAULTS[modality]))
         raise InvalidOption(f"sampling={config.sampling}: expected {names}") from error
-    preset = PRESETS[config.preset]
+    preset = PRESETS[config.known_preset]
     patch = config.patch_size or preset["patch_size"] or 16
     if modality == "video":
         patch = (2, patch, patch) if isinstance(patch, int) else patch

@@ -26,8 +26,10 @@ from torch import Tensor, nn
 
 from vitrail._arguments import checked
 from vitrail._atomic_files import directory_lock, write_bytes
-from vitrail.adapters.registry import declared_spec, library_of
+from vitrail.adapters import find
+from vitrail.adapters.registry import declared_spec, library_of, load_model, named_classes, split_name
 from vitrail.adapters.saved import (
+    PREFIX,
     load_saved,
     model_folder,
     named,
@@ -37,9 +39,10 @@ from vitrail.adapters.saved import (
     saved_library,
 )
 from vitrail.analysis.roles import Disagreement
+from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.data.targets import TargetSpec
-from vitrail.errors import InvalidOption, ModelLoadError, TrainingError
+from vitrail.errors import InvalidOption, ModelLoadError, TrainingError, UnsupportedModel
 from vitrail.models.saving import CONFIG
 from vitrail.surgery import Merging
 from vitrail.surgery.merging.trained_methods import save_method, split_states
@@ -237,6 +240,24 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
     trained = values.get("trained", {})
     return model, Labels(classes, preprocessing, trained, architecture, folder, read_targets(values))
+
+
+def load_classifier(name: str | Path) -> tuple[nn.Module, Labels]:
+    """Return a model to evaluate and what is known about it: a trained one, or one of a library, such as ``timm:NAME``.
+
+    The classes of a library's model are those that it was published with (``id2label`` of transformers), if any.
+    """
+    origin, _ = split_name(str(name))
+    if origin is None or Path(str(name)).exists() or f"{origin.prefix}:" == PREFIX:
+        return load_trained(name)
+    model = load_model(str(name)).eval()
+    try:
+        found = find(model)
+        outputs = found.adapter.num_classes(model, found.trunk)
+    except UnsupportedModel:  # can be evaluated, though not merged
+        outputs = int(getattr(model, "num_classes", 0))
+    names = named_classes(model, outputs)
+    return model, Labels({LABEL: names} if names else {}, declared_spec(model), folder=Path(str(name)))
 
 
 def model_of(path: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from vitrail._atomic_files import temporary_files
+from vitrail.drawing.notebook import card, dots
 from vitrail.errors import InvalidOption
 from vitrail.surgery import Merging, merge
 
@@ -84,6 +85,28 @@ class Tuning:
     def is_faster(self) -> bool | None:
         """Whether the measured speed-up is above the noise of timing; None if it was not measured."""
         return None if self.speedup_interval is None else self.speedup_interval[0] > 1
+
+    def _repr_html_(self) -> str:
+        points = [(one.flops / 1e9, one.value) for one in self.curve]
+        chosen = next((point for point, one in zip(points, self.curve, strict=True) if self._is_chosen(one)), None)
+        between = "" if self.interval is None else f" ({self.interval[0]:.4g} to {self.interval[1]:.4g})"
+        figures = {
+            "merged per layer": " ".join(map(str, self.config.get("r", []))) or str(self.config),
+            f"{self.quality}, {self.held_out} held-out images": "–"
+            if self.value is None
+            else f"{self.value:.4g}{between}",
+            "GFLOPs of an image": f"{self.flops / 1e9:.3g} of {self.flops_unmerged / 1e9:.3g}",
+            "measured speed-up": "–"
+            if self.speedup is None
+            else f"{self.speedup:.2f}, batch {self.batch}, {self.device}",
+        }
+        caption = f"{self.quality} over GFLOPs, {self.tuned_on} tuning images"
+        return card(
+            "Tuned merging", figures, [dots(points, chosen, caption)], "Interrupted." if self.interrupted else ""
+        )
+
+    def _is_chosen(self, one: Candidate) -> bool:
+        return (one.family, list(one.r)) == (self.family, list(self.config.get("r", [])))
 
     def apply(self, model: nn.Module) -> Merging:
         """Merge a model with the chosen setting; return the handle."""

@@ -174,7 +174,10 @@ class ModelViews:
 
     def _plan(self, by: str, value: float, schedule: str) -> list[int] | None:
         try:
-            with vitrail.merge(self.model, **Setting("tome", by, value, schedule).options) as merging:
+            with (
+                without_warnings(),
+                vitrail.merge(self.model, **Setting("tome", by, value, schedule).options) as merging,
+            ):
                 lengths = merging.tokens_per_layer(self.spec.size)
         except VitrailError:  # more than the model can merge
             return None
@@ -222,11 +225,11 @@ class ModelViews:
         clock = Clock(self.device)
         with self._merged(setting) as merging, merging.track() as trace:
             with self._states() as states:
-                output = self._run(batch)
+                output = self.run(batch)
             seconds = []
             for _ in range(2):
                 start = clock.now()
-                self._run(batch)
+                self.run(batch)
                 seconds.append(clock.now() - start)
             tokens = trace.tokens_per_layer[0].tolist()
             flops = {"before": merging.flops(self.spec.size, merged=False), "after": int(trace.flops[0])}
@@ -237,7 +240,7 @@ class ModelViews:
             groups.append(one[0, patches].tolist())
             size = torch.ones(start) if state.size is None else state.size[0].float().cpu()
             sizes.append(_numbers(size[: int(one.max()) + 1]))
-        vector = self._vector(output)
+        vector = self.vector(output)
         plain = self._cached((image, "vector"), lambda: self._unmerged_vector(batch))
         return {
             "setting": setting.__dict__,
@@ -247,7 +250,7 @@ class ModelViews:
             "flops": flops,
             "seconds": min(seconds),
             "heads": self._heads(output),
-            "cosine": _short(float(F.cosine_similarity(vector, plain, 0))),
+            "cosine": _short(float(vector @ plain / (vector.norm() * plain.norm()))),
         }
 
     def attention(self, image: str, batch: Tensor, setting: Setting, layer: int, query: int) -> dict[str, Any]:
@@ -291,8 +294,14 @@ class ModelViews:
         watched = _Watched()
         options = {**setting.options, "method": watched}
         reference = vitrail.kernels.reference()
-        with self._locked(), reference, _quiet(), vitrail.merge(self.model, **options), self._states() as states:
-            self._run(batch)
+        with (
+            self._locked(),
+            reference,
+            without_warnings(),
+            vitrail.merge(self.model, **options),
+            self._states() as states,
+        ):
+            self.run(batch)
         before = states[layer - 1] if layer else None
         entered = self.layout.num_tokens if before is None or before.size is None else before.size.shape[1]
         groups = torch.arange(self.layout.num_tokens)
@@ -334,10 +343,10 @@ class ModelViews:
         """Return the norms of the patches without and with a test-time register; its neurons are found on the image."""
         with self._locked():
             before = vitrail.record(self.model, batch, "norms", device="cpu").norms
-            plain = self._heads(self._run(batch))
+            plain = self._heads(self.run(batch))
             with vitrail.test_time_registers(self.model, batch) as registers:
                 after = vitrail.record(self.model, batch, "norms", device="cpu").norms
-                heads = self._heads(self._run(batch))
+                heads = self._heads(self.run(batch))
                 neurons = {str(at): list(some) for at, some in registers.by_layer.items()}
         special = self.layout.num_special
         return {
@@ -358,7 +367,7 @@ class ModelViews:
 
     @contextmanager
     def _merged(self, setting: Setting) -> Iterator[vitrail.Merging]:
-        with self._locked(), _quiet(), vitrail.merge(self.model, **setting.options) as merging:
+        with self._locked(), without_warnings(), vitrail.merge(self.model, **setting.options) as merging:
             yield merging
 
     @contextmanager
@@ -376,10 +385,11 @@ class ModelViews:
             for hook in hooks:
                 hook.remove()
 
-    def _run(self, batch: Tensor) -> Any:
+    def run(self, batch: Tensor) -> Any:
+        """Return the model's output; with its heads by name where classes have names."""
         return forward_output(self.model, batch) if self.questions else self.model(batch)
 
-    def _vector(self, output: Any) -> Tensor:
+    def vector(self, output: Any) -> Tensor:
         """Return a model's output as one vector."""
         logits = getattr(output, "logits", None)
         if logits is None and getattr(output, "by_role", None):
@@ -388,7 +398,7 @@ class ModelViews:
 
     def _unmerged_vector(self, batch: Tensor) -> Tensor:
         with self._locked():
-            return self._vector(self._run(batch))
+            return self.vector(self.run(batch))
 
     def readouts(self, heads: Sequence[str]) -> list[Readout]:
         """Return what is read off the output: the fused prediction of each question, and single heads if several."""
@@ -409,7 +419,7 @@ class ModelViews:
                 for one in self.readouts(list(output.by_role))
             ]
         values = output_tensor(output)
-        if values.dim() != 2 or not getattr(self.model, "num_classes", 0):
+        if values.dim() != 2 or not self.found.adapter.num_classes(self.model, self.found.trunk):
             return []
         return [_answer("logits", "", values[0], [f"class {index}" for index in range(values.shape[1])])]
 
@@ -454,7 +464,7 @@ class _Watched(ToMe):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Ignore warnings that fewer tokens merge than requested: the page shows how many are left."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

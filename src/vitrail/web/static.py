@@ -16,7 +16,7 @@ from vitrail.runtime.cost import CostModel
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.web.files import FOLDER, TYPES, sample_files, sample_list
 from vitrail.web.graph import IMAGE, MERGES, build_graph, check_model
-from vitrail.web.model_views import ModelViews
+from vitrail.web.model_views import ModelViews, without_warnings
 
 VENDOR = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm.gz", "LICENSE")
 """ONNX Runtime Web; the page unpacks the WebAssembly itself, so that any web space may serve it."""
@@ -97,8 +97,8 @@ def verify(graph: bytes, views: ModelViews) -> None:
     image = torch.randn(1, *views.spec.shape, generator=torch.Generator().manual_seed(0))
     most = views.layout.num_patches // depth
     for r in (0, most // 2, most, [most] * (depth // 2) + [0] * (depth - depth // 2)):
-        with vitrail.merge(model, r=r) as merging, merging.track() as trace:
-            expected = views._vector(views._run(image)).numpy()
+        with without_warnings(), vitrail.merge(model, r=r) as merging, merging.track() as trace:
+            expected = views.vector(views.run(image)).numpy()
             merges = merging.r
         given = {IMAGE: image.numpy(), MERGES: np.array(merges)}
         logits, groups, size = session.run(["logits", "groups", f"size.{depth - 1}"], given)

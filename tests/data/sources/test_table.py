@@ -103,6 +103,9 @@ def test_masks(folder: Path, parallel: bool) -> None:
     expected = np.zeros((8, 12), dtype=np.uint8)
     expected[:, :3], expected[0, 11] = 2, 255
     assert torch.equal(both[3], torch.from_numpy(expected[:, 2:10]))
+    cached = open_dataset(data, **given).cached()
+    assert cached.tensor(3, 8).shape == (3, 8, 8)
+    assert torch.equal(open_dataset(cached, kind="dense", mask_classes=3).tensor(3, 8)[:3], both[:3])
     binary = open_dataset(data, kind="dense", **given)
     assert binary.classes == {"mask": ("background", "foreground")}
     assert set(binary[3].mask.flatten().tolist()) == {0, 1}

@@ -214,7 +214,7 @@ def test_recipes_of_ours_can_be_read_and_built(file: Path) -> None:
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["optimizer", "preset", "model", "seed", "recipe", "keep_data", "share", "shard"])
+@pytest.mark.parametrize("name", ["optimizer", "model", "seed", "recipe", "keep_data", "share", "shard"])
 def test_a_field_that_is_empty_is_named(name: str) -> None:
     with pytest.raises(InvalidOption, match=f"^{name} is empty; give a value, or leave it out for "):
         Config(data="photos", **{name: None})

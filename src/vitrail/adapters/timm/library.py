@@ -17,6 +17,7 @@ from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.timm.beit import TimmBeit
 from vitrail.adapters.timm.eva import TimmEva
 from vitrail.adapters.timm.hiera import TimmHiera
+from vitrail.adapters.timm.relpos import TimmRelPos
 from vitrail.adapters.timm.swin import TimmSwin, TimmSwinV2
 from vitrail.adapters.timm.vit import TimmVisionTransformer, declared
 from vitrail.data.spec import InputSpec
@@ -44,6 +45,7 @@ class Timm(Library):
             "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
             "timm.models.eva.Eva": TimmEva(),
             "timm.models.beit.Beit": TimmBeit(),
+            "timm.models.vision_transformer_relpos.VisionTransformerRelPos": TimmRelPos(),
             "timm.models.swin_transformer.SwinTransformer": TimmSwin(),
             "timm.models.swin_transformer_v2.SwinTransformerV2": TimmSwinV2(),
             "timm.models.hiera.Hiera": TimmHiera(),

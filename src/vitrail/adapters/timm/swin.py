@@ -23,6 +23,7 @@ from vitrail.adapters.windows import (
     WindowedNamedBlock,
     WindowedTrunk,
     Windows,
+    network_cost,
     relative_index,
 )
 from vitrail.data.spec import InputSpec
@@ -81,6 +82,9 @@ class SwinV2Block(SwinBlock):
         scale = block.attn.logit_scale.clamp(max=math.log(100)).exp()
         return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1), v
 
+    def position_network(self, block: Any) -> int:
+        return network_cost(block.attn)
+
     def attention_scale(self, block: nn.Module) -> float:
         return 1.0
 
@@ -88,6 +92,7 @@ class SwinV2Block(SwinBlock):
 class TimmSwin(WindowedTrunk):
     """``SwinTransformer``; inputs of one size, unless ``strict_img_size=False``."""
 
+    norm = "norm"
     block_classes: Mapping[type | str, BlockAdapter] = MappingProxyType(
         {"timm.models.swin_transformer.SwinTransformerBlock": SwinBlock(_SWIN)}
     )

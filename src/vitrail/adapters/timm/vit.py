@@ -18,6 +18,7 @@ from vitrail.adapters.base import (
 )
 from vitrail.adapters.forward_pass import FeaturesEntry, IntermediatesEntry
 from vitrail.adapters.named_block import TIMM_NAMES, MlpNames, NamedBlock
+from vitrail.adapters.timm.parallel import SCALING, ParallelThingsNamedBlock
 from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
@@ -34,10 +35,43 @@ POST_NORM: dict[str, Any] = {"post_norm": True, "after_attend": ("drop_path1",),
 BLOCK = NamedBlock(VIT_NAMES)
 """The adapter of timm's ordinary ``Block``."""
 
+_BLOCK_CLASS = "timm.models.vision_transformer.Block"
 _VIT_BLOCKS: dict[type | str, BlockAdapter] = {
-    "timm.models.vision_transformer.Block": BLOCK,
+    _BLOCK_CLASS: BLOCK,
     "timm.models.vision_transformer.ResPostBlock": NamedBlock(replace(VIT_NAMES, **POST_NORM)),
+    "timm.models.vision_transformer.ParallelScalingBlock": SCALING,
+    "timm.models.vision_transformer.ParallelThingsBlock": ParallelThingsNamedBlock(VIT_NAMES),
 }
+
+
+class DiffNamedBlock(NamedBlock):
+    """A block with differential attention: twice as many softmaxes as heads of values, in pairs to be subtracted.
+
+    Each softmax counts a merged key by its size, as that of any other head.
+    """
+
+    fused = False  # values are twice as wide as keys
+
+    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention, width = block.attn, block.attn.head_dim
+        q, k, v = (part.unflatten(2, (-1, width)).transpose(1, 2) for part in attention.qkv(h).chunk(3, dim=2))
+        pairs = v.transpose(1, 2).flatten(2).unflatten(2, (-1, 2 * width)).transpose(1, 2)
+        return attention.q_norm(q), attention.k_norm(k), pairs.repeat_interleave(2, 1)
+
+    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
+        attention = block.attn
+        first, second = attended.unflatten(2, (attention.num_heads, 2, 2 * attention.head_dim)).unbind(3)
+        y = attention.sub_norm(first - attention._compute_lambda().type_as(first) * second)
+        return super().attend_output(block, (y * (1 - attention.lambda_init)).flatten(2), h)
+
+    def head_shape(self, block: Any) -> tuple[int, int]:
+        return 2 * block.attn.num_heads, block.attn.head_dim
+
+    def pair_weights(self, block: Any) -> int:
+        return 2 * block.attn.num_heads * block.attn.head_dim
+
+
+_DIFF_BLOCKS: dict[type | str, BlockAdapter] = {_BLOCK_CLASS: DiffNamedBlock(replace(VIT_NAMES, gate=None))}
 
 
 class TimmEntryPoints(FeaturesEntry, IntermediatesEntry):
@@ -56,12 +90,17 @@ class TimmVisionTransformer(TrunkAdapter):
 
     def block_adapter(self, block: Any) -> BlockAdapter:
         adapter = known_block(block, self.block_classes)
-        attention = forward_class(block.attn)
-        if attention.__name__ not in self.attention_classes or not attention.__module__.startswith("timm."):
-            raise UnsupportedModel(
-                f"attention of class {type(block.attn).__name__} is not supported in {type(block).__name__}; "
-                f"supported are {', '.join(self.attention_classes)}"
-            )
+        # blocks of several attentions have them in a list, and those beside an MLP have none
+        attentions = [block.attn] if hasattr(block, "attn") else [part.attn for part in getattr(block, "attns", ())]
+        for attention in attentions:
+            kind = forward_class(attention)
+            if kind.__name__ == "DiffAttention" and adapter is BLOCK and kind.__module__.startswith("timm."):
+                return known_block(block, _DIFF_BLOCKS)
+            if kind.__name__ not in self.attention_classes or not kind.__module__.startswith("timm."):
+                raise UnsupportedModel(
+                    f"attention of class {type(attention).__name__} is not supported in {type(block).__name__}; "
+                    f"supported are {', '.join(self.attention_classes)}"
+                )
         return adapter
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:

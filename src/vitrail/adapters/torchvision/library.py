@@ -52,7 +52,7 @@ class Torchvision(Library):
         model.heads.head.reset_parameters()
 
     def looks_like(self, name: str) -> bool:
-        return name.startswith("vit_")
+        return name.startswith(("vit_", "swin_"))
 
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"image_size": size[0]}

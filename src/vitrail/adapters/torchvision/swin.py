@@ -21,6 +21,7 @@ from vitrail.adapters.windows import (
     WindowedNamedBlock,
     WindowedTrunk,
     Windows,
+    network_cost,
     relative_index,
 )
 from vitrail.data.spec import MEAN, STD, InputSpec
@@ -86,6 +87,9 @@ class SwinV2Block(SwinBlock):
         scale = block.attn.logit_scale.clamp(max=math.log(100)).exp()
         return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1), v
 
+    def position_network(self, block: Any) -> int:
+        return network_cost(block.attn)
+
     def attention_scale(self, block: nn.Module) -> float:
         return 1.0
 
@@ -99,6 +103,8 @@ _ATTENTION = {"SwinTransformerBlock": "ShiftedWindowAttention", "SwinTransformer
 
 class TorchvisionSwin(WindowedTrunk):
     """``SwinTransformer``: no class token, and inputs of any size."""
+
+    norm = "norm"
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return [block for blocks, _ in self.stages(trunk) for block in blocks]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
@@ -81,6 +82,17 @@ class SumBlock(NamedBlock):
         return y + x
 
 
+class NestedVideoMaeBlock(SumBlock):
+    """A block of VideoMAE, which in older versions has biases of queries and values as parameters of their own."""
+
+    def project(self, block: Any, h: Tensor) -> Tensor | Sequence[Tensor]:
+        attention = block.attention.attention
+        if getattr(attention, "q_bias", None) is None:
+            return super().project(block, h)
+        q, k = F.linear(h, attention.query.weight, attention.q_bias), F.linear(h, attention.key.weight)
+        return q, k, F.linear(h, attention.value.weight, attention.v_bias)
+
+
 class VideoMaeEntryPoint(TransformersEntryPoint):
     """Entry point of VideoMAE, whose masked patches are not among its tokens."""
 
@@ -98,7 +110,7 @@ class VideoMaeTrunk(VideoTrunk):
     """VideoMAE: patches alone, with sinusoidal positions."""
 
     nested_classes: Mapping[type | str, BlockAdapter] = {
-        f"{_VIDEOMAE}.VideoMAELayer": SumBlock(replace(VIT_NESTED_NAMES, arguments=()))
+        f"{_VIDEOMAE}.VideoMAELayer": NestedVideoMaeBlock(replace(VIT_NESTED_NAMES, arguments=()))
     }
     block_classes = nested_classes
     mean, std = MEAN, STD

@@ -276,12 +276,11 @@ class _LayerCounts:
         """Judge the layer by its prominences; then find the norm that separates outliers, or that content explains."""
         found, at = examine(self.prominence, false_alarm=false_alarm), None
         if found.at is not None:
-            images = int(self.peaks[found.at :].sum())
+            at, images = self._separating_edge(found.at), int(self.peaks[found.at :].sum())
             if found.verdict == "artifacts" and images < MIN_IMAGES:
                 found = found.doubt(
                     f"tokens stand apart in {images} of the images only, and at least {MIN_IMAGES} are needed"
                 )
-            at = self._separating_edge(found.at)
         elif found.verdict == "none":
             high = examine(self.tokens, false_alarm=false_alarm)
             if high.at is not None:

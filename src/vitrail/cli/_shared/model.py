@@ -87,7 +87,7 @@ def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, 
     why = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
     obstacle = _obstacle(name)
     if obstacle is None and options and _obstacle(name, options):
-        return f"{name} cannot be built for inputs of another size ({why}). Leave --size out."
+        return f"{name} cannot be built for inputs of another size ({why}). Leave --image-size out."
     if isinstance(obstacle, UnsupportedModel):  # weights would not help
         return f"{name}: {obstacle}"
     network = isinstance(cause, OSError) and not Path(rest).is_dir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,9 @@ import typer
 
 from vitrail.errors import VitrailError
 from vitrail.surgery.saving import Settings, read_settings
+
+RENAMED = {"--size": "--image-size", "--batch": "--batch-size"}
+"""Former names of options, which still work but are not shown."""
 
 MAX_SIDE = 4096
 
@@ -56,8 +59,8 @@ def parse_size(text: str) -> tuple[int, int]:
     sides = text.lower().replace("×", "x").split("x")
     if len(sides) > 2 or not all(side.isascii() and side.isdigit() and 0 < int(side) <= MAX_SIDE for side in sides):
         raise typer.BadParameter(
-            f"--size {text!r} is not a size. Expected pixels from 1 to {MAX_SIDE}, like --size 384, or height and "
-            "width, like --size 384x512."
+            f"--image-size {text!r} is not a size. Expected pixels from 1 to {MAX_SIDE}, like --image-size 384, or "
+            "height and width, like --image-size 384x512."
         )
     return int(sides[0]), int(sides[-1])
 
@@ -68,6 +71,22 @@ def parse_merge(text: str) -> Settings:
         return read_settings(text)
     except VitrailError as error:
         raise typer.BadParameter(f"--merge: {error}") from error
+
+
+def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return arguments of a command with the present names of its options; ``known`` are the names it has.
+
+    >>> with_present_names(["model", "--size=384", "--", "--size"], {"--image-size"})
+    ['model', '--image-size=384', '--', '--size']
+    """
+    renamed: list[str] = []
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            return [*renamed, *arguments[place:]]
+        name, equals, value = argument.partition("=")
+        present = RENAMED.get(name, name)
+        renamed.append(present + equals + value if name not in known and present in known else argument)
+    return renamed
 
 
 SOURCES = "Files or folders of images, clips or sounds, parquet files, shards, or hf:OWNER/NAME."
@@ -92,13 +111,13 @@ Proportional = Annotated[
     bool, typer.Option("--proportional/--no-proportional", help="Weight merged tokens by size in attention.")
 ]
 SIZES = "Input size in pixels, if the model supports another one."
-Size = Annotated[Any, typer.Option(metavar="N or HxW", parser=parse_size, help=SIZES)]
+Size = Annotated[Any, typer.Option("--image-size", metavar="N or HxW", parser=parse_size, help=SIZES)]
 MERGES = "Merge tokens: r=8 or keep=0.5,method=energy, the JSON of vitrail tune, or a directory of merging.save."
 Merge = Annotated[Any, typer.Option("--merge", metavar="SETTINGS", parser=parse_merge, help=MERGES)]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Use random weights (always the same) instead of a download.")
 ]
-Batch = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Images per batch.")]
+Batch = Annotated[int, typer.Option("-b", "--batch-size", min=1, metavar="N", help="Images per batch.")]
 Device = Annotated[
     Literal["cpu", "cuda"] | None, typer.Option(help="Device; CUDA if available by default.", show_default=False)
 ]

@@ -71,7 +71,7 @@ def predict(loaded: Loaded, batch: Tensor) -> Prediction:
     except (AssertionError, ValueError) as error:  # how libraries refuse a size
         size = " × ".join(map(str, loaded.spec.size))
         raise UnsupportedInput(
-            f"{loaded.name} does not take {loaded.medium.noun} of {size} ({error}); leave --size out"
+            f"{loaded.name} does not take {loaded.medium.noun} of {size} ({error}); leave --image-size out"
         ) from error
     seconds = clock.now() - start
     values, is_classes = _values(loaded.model, output)

@@ -35,7 +35,7 @@ Precision = Annotated[
 Fit = Annotated[Literal["crop", "stretch"], typer.Option(help="Crop the center of images, or stretch whole images.")]
 Exact = Annotated[bool, typer.Option("--exact-decoding", help="Decode JPEGs at full size even where less would do.")]
 Batch = Annotated[
-    int | None, typer.Option("-b", "--batch", min=1, metavar="N", help="Images per batch; 16, on a GPU 128.")
+    int | None, typer.Option("-b", "--batch-size", min=1, metavar="N", help="Images per batch; 16, on a GPU 128.")
 ]
 Workers = Annotated[
     int | None, typer.Option(min=0, metavar="N", help="Threads or processes that decode; one for each core by default.")
@@ -84,7 +84,7 @@ def progress_of(batch: int | None) -> Iterator[Shown]:
             yield Shown(draw)
         except torch.OutOfMemoryError as error:
             raise UnsupportedInput(
-                f"not enough memory for batches of {batch or 'the default size'}; use a smaller --batch"
+                f"not enough memory for batches of {batch or 'the default size'}; use a smaller --batch-size"
             ) from error
 
 

@@ -38,6 +38,9 @@ class DecodedSource(Source):
     def labels(self, column: str | None) -> Labels:
         return self._source.labels(column)
 
+    def values(self, column: str) -> Sequence[Any]:
+        return self._source.values(column)
+
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         read = self._source.fetch(row, annotations=annotations)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.analysis.attention import Rollout, overlap, role_mass, spread, token_maps
+from vitrail.analysis.attention import Rollout, map_quality, overlap, role_mass, spread, token_maps
 from vitrail.report.collect import run_hooked
 from vitrail.report.context import Context, spread_evenly
 from vitrail.report.page.blocks import Block, Columns, Details, Figure, Heading, Note, Strip, Svg, Table, Text
@@ -54,6 +54,7 @@ def compute(context: Context) -> Values:
         return {**values, "note": "the model has no class or register token; this is the attention of some patches"}
     maps = token_maps(rows[:, :, :special], layout)
     values["spread"] = spread(maps).to_dict()
+    values["quality"] = map_quality(maps, _object_share(context)).to_dict()
     if special > 1:
         values["overlap"] = overlap(maps).to_dict()
     place = {image.index: row for row, image in enumerate(context.featured)}
@@ -62,6 +63,15 @@ def compute(context: Context) -> Values:
         one.maps["attention"] = dict(zip(context.special_names, drawn, strict=False))
     values["closer"] = attempt(lambda: _closer(context))
     return values
+
+
+def _object_share(context: Context) -> Tensor | None:
+    """Return the object's share of each patch (B, P) of the featured images; None if no image has a mask."""
+    shares = [image.foreground for image in context.featured]
+    if all(share is None for share in shares):
+        return None
+    unknown = torch.full((context.layout.num_patches,), torch.nan)
+    return torch.stack([unknown if share is None else share for share in shares])
 
 
 def _on_outliers(context: Context, special: int) -> Values | None:
@@ -230,12 +240,29 @@ def _number_blocks(values: Values) -> list[Block]:
         ]
         head = ["token", f"patches attended to (of {found['patches']})", "entropy, bits"]
         blocks += [Heading("Spread"), Table(head, rows, "A uniform map over n patches counts as n")]
+    if "quality" in values:
+        blocks += [Heading("On the object, and on spots"), _quality_table(values)]
     if "overlap" in values:
         cosines = zip(values["tokens"], values["overlap"]["cosine"], strict=True)
         rows = [[name, *map(number, row)] for name, row in cosines]
         caption = "Similarity of maps (cosine): 1 is the same, 0 is nothing in common"
         blocks += [Heading("Overlap between tokens"), Table(["", *values["tokens"]], rows, caption)]
     return blocks
+
+
+def _quality_table(values: Values) -> Table:
+    found = values["quality"]
+    spots = zip(values["tokens"], found["spikes"], found["on_spikes"], strict=True)
+    rows = [[name, number(spikes), percent(share)] for name, spikes, share in spots]
+    head = ["token", "spikes in a map", "attention on them"]
+    caption = "Spikes: single patches with five times the median attention, and that of their neighborhood"
+    if found["on_object"] is not None:
+        head += ["attention on the object", "strongest patch on it"]
+        for row, share, hit in zip(rows, found["on_object"], found["patch_hit"], strict=True):
+            row += [percent(share), f"{percent(hit)} of images"]
+        rows.append(["uniform attention", "0", "0 %", percent(found["fair"]), ""])
+        caption += f". Objects of {count(found['object_images'], 'image')}"
+    return Table(head, rows, caption)
 
 
 def _outlier_bars(values: Values) -> Figure:

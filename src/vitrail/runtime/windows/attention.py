@@ -19,15 +19,18 @@ def attention_in_windows(
     patches: tuple[int, int, int],
     qkv: Projections,
     queries: Sequence[int],
+    asked: tuple[int, int, int],
 ) -> Tensor:
-    """Compute the attention rows (B, H, Q, N) of the tokens at some patches, as an unmerged block has them.
+    """Compute the attention rows (B, H, Q, N) of the tokens at some places, as an unmerged block has them.
 
-    ``qkv`` are those of the block's grid (B, H, N, d), row by row; a row is 0 outside of the token's window.
+    ``qkv`` are those of the block's grid (B, H, N, d), row by row; a row is 0 outside of the token's window. Queries
+    are places in the grid ``asked``; the block's token is the first one there.
     """
     assert isinstance(parts, WindowedAdapter)
     assert layer.windows is not None
     (q, k, _), grid = qkv, layer.grid(patches)
-    cells = [(query // patches[2] // layer.step) * grid[1] + query % patches[2] // layer.step for query in queries]
+    down, right = (-(-own // other) for own, other in zip(grid, asked[1:], strict=True))
+    cells = [query // asked[2] * down * grid[1] + query % asked[2] * right for query in queries]
     rows = q.new_zeros(*q.shape[:2], len(cells), q.shape[2])
     scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
     for tile in layer.windows.tiles(grid):
@@ -44,9 +47,9 @@ def attention_in_windows(
                 else k[:, :, place]
             )
             bias = None if position is None else position.query_bias(0, None, own)
-            asked = [here[cells[index]] for index in found]
-            scores = (own[:, :, asked] @ keys.transpose(-1, -2)) * scale
-            weights = parts.weigh(block, scores, None if bias is None else bias[..., asked, :])
+            rows_here = [here[cells[index]] for index in found]
+            scores = (own[:, :, rows_here] @ keys.transpose(-1, -2)) * scale
+            weights = parts.weigh(block, scores, None if bias is None else bias[..., rows_here, :])
             full = rows.new_zeros(*rows.shape[:2], len(found), rows.shape[3])
             full[..., place] = weights[..., : len(place)]
             rows[:, :, found] = full

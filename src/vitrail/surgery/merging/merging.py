@@ -569,6 +569,11 @@ class Merging(Handle):
         drawn = (draw_groups(*pair, spec) for pair in zip(originals, groups, strict=True))
         return [next(one for one in drawings.values() if not isinstance(one, Film)) for drawings in drawn]
 
+    def _repr_html_(self) -> str:
+        from vitrail.surgery.cards import merging_card
+
+        return merging_card(self)
+
     def remove(self) -> None:
         """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""
         self._check_active()

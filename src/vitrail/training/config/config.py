@@ -211,7 +211,9 @@ class Config:
         mapping(), "Options of recipe=dino, such as {prototypes: 1024, patches: 1}.", {}
     )
 
-    preset: str = _recipe(choice(*PRESETS), "Defaults for the recipe.", "small")
+    preset: str | None = _recipe(
+        choice(*PRESETS), "Defaults for the recipe; by default small, or finetune for a model that is trained already."
+    )
     epochs: int | None = _recipe(integer(1), "Number of epochs.")
     batch_size: int | None = _recipe(integer(1), "Global batch size, over all ranks.")
     accumulate: int = _recipe(
@@ -281,15 +283,21 @@ class Config:
     @property
     def folder(self) -> Path:
         name = self.model.replace(":", "-").replace("/", "-").strip(".-")
-        return Path(self.out) if self.out else Path("runs") / f"{name}-{self.preset}"
+        return Path(self.out) if self.out else Path("runs") / f"{name}-{self.known_preset}"
+
+    @property
+    def known_preset(self) -> str:
+        """The preset, by default chosen by whether the model starts from trained weights."""
+        trained = self.pretrained or (not self.own and named(self.model).is_dir())
+        return self.preset or ("finetune" if trained and self.train_only is None else "small")
 
     def resolved(self, count: int, *, cuda: bool = False) -> Config:
         """Return a config with every option that preset, number of training samples and machine decide filled in."""
-        preset = PRESETS[self.preset]
+        preset = PRESETS[self.known_preset]
         values = {name: preset[name] for name in preset if getattr(self, name) is None and name not in ("lr", "ema")}
         if not self.own:
             values.update(image_size=self.image_size, patch_size=self.patch_size)
-        batch = self.batch_size or batch_for(self.preset, count, self.repeats or preset["repeats"])
+        batch = self.batch_size or batch_for(self.known_preset, count, self.repeats or preset["repeats"])
         epochs = self.epochs or preset["epochs"]
         if self.warmup_epochs is None:
             values["warmup_epochs"] = min(preset["warmup_epochs"], epochs // 5)
@@ -302,8 +310,9 @@ class Config:
             values["crop_min"] = self.crop_min or 0.4  # of global views; local views have their own crops
         derived: dict[str, Any] = {
             "out": str(self.folder),
+            "preset": self.known_preset,
             "batch_size": batch,
-            "lr": lr_for(self.preset, batch),
+            "lr": lr_for(self.known_preset, batch),
             "dtype": "bf16" if cuda else "fp32",
             "compile": ("blocks" if self.own else "augment") if cuda else "off",  # convnets take minutes to compile
             "device": "cuda" if cuda else "cpu",

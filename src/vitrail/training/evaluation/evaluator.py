@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from vitrail._checks import check_choice, is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
+from vitrail.data.columns import plain_name
 from vitrail.data.dataset import open_dataset
 from vitrail.data.loading.loader import Keep, make_loader
 from vitrail.data.sampling import DEFAULTS
@@ -34,7 +36,7 @@ from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, t
 from vitrail.training.evaluation.metrics import Metrics, make_metrics
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
-from vitrail.training.run_directory import Labels, load_trained
+from vitrail.training.run_directory import Labels, load_classifier
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 TIMED_ON_CPU = 32
@@ -47,6 +49,7 @@ def evaluate(
     data: Any,
     *,
     labels: Sequence[str] = (),
+    class_map: str | Path | Mapping[str, str] | None = None,
     masks: str | Path | None = None,
     merge: str | Path | Mapping[str, Any] | Settings | None = None,
     size: int | None = None,
@@ -68,10 +71,12 @@ def evaluate(
     >>> evaluate("runs/pets", "pets-test.parquet", merge={"r": 8}).accuracy["fused"]  # doctest: +SKIP
 
     Args:
-        model: run or model directory, the result of `load_trained`, or a model, which then takes its class names from
-            the data.
-        data: labeled images or arrays, as for training. Classes are matched by name.
+        model: run or model directory, a model of a library by name (``timm:NAME``, ``hf:NAME``), the result of
+            `load_trained`, or a model, which then takes its class names from the data.
+        data: labeled images or arrays, as for training. Classes are matched by name; case, blanks and ``_`` do not
+            matter.
         labels: columns of labels, among those that the model was trained with; all of them by default.
+        class_map: the model's name of each class of the data that has another one, as a dict, or a JSON file of one.
         masks: for a folder of images and a model of masks, the folder of the masks.
         merge: options of `vitrail.merge`, text such as ``"r=8"``, the JSON of ``vitrail.tune``, or a directory of
             ``merging.save``; ``{"r": 0}`` disables merging. A model trained with a learned method is merged by that
@@ -90,7 +95,7 @@ def evaluate(
         raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen = None if merge is None else read_settings(merge)
     with distributed(device) as world:
-        loaded = load_trained(model) if isinstance(model, str | Path) else model
+        loaded = load_classifier(model) if isinstance(model, str | Path) else model
         net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
         options = _with_trained_method(None if chosen is None else merge_arguments(chosen, net), known)
         columns, targets = tuple(labels), {} if known is None else known.targets
@@ -98,7 +103,7 @@ def evaluate(
             columns = tuple(known.classes)
         takes = (known and known.preprocessing) or declared_spec(net)
         modality = takes.modality if takes is not None and takes.modality in DEFAULTS else None
-        classes = _known_classes(known, columns)
+        classes = rename_classes(_known_classes(known, columns), class_map)
         dense = [names for name, names in (classes or {}).items() if name in targets and targets[name].kind == "dense"]
         dataset = open_dataset(
             data,
@@ -278,6 +283,31 @@ def _known_classes(known: Labels | None, columns: Sequence[str]) -> dict[str, tu
             f"{', '.join(known.classes)}"
         )
     return {name: known.classes[name] for name in columns or known.classes}
+
+
+def rename_classes(
+    known: dict[str, tuple[str, ...]] | None, class_map: str | Path | Mapping[str, str] | None
+) -> dict[str, tuple[str, ...]] | None:
+    """Return a model's class names as the data calls them; ``class_map`` has the model's name of each of these."""
+    if class_map is None:
+        return known
+    given: Any = class_map
+    if isinstance(class_map, str | Path):
+        try:
+            given = json.loads(Path(class_map).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidOption(f"class_map: {class_map} could not be read as JSON ({error})") from error
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for pair in given.items() for name in pair):
+        raise InvalidOption('class_map: expected a JSON object such as {"chainsaw": "chain saw, chainsaw"}')
+    if known is None:
+        raise InvalidOption("class_map: the model has no class names to map to; leave it out")
+    renamed = {plain_name(own): name for name, own in given.items()}
+    present = {plain_name(name) for names in known.values() for name in names}
+    if unknown := sorted(own for own in given.values() if plain_name(own) not in present):
+        raise InvalidOption(f"class_map: {unknown[0]!r} is no class of the model")
+    if len(renamed) < len(given):
+        raise InvalidOption("class_map: two names stand for the same class of the model; each class has one name")
+    return {column: tuple(renamed.get(plain_name(name), name) for name in names) for column, names in known.items()}
 
 
 def _resize(expects: InputSpec, size: int | None, net: nn.Module) -> InputSpec:

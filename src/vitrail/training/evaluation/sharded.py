@@ -13,6 +13,7 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.loading.loader import make_loader
 from vitrail.data.spec import InputSpec
 from vitrail.data.targets import TargetSpec
+from vitrail.embedding.output import rows_of
 from vitrail.embedding.ray_engine import Task, map_shards, on_device, portable
 from vitrail.errors import ImageError
 from vitrail.surgery.recording import evaluating
@@ -37,17 +38,14 @@ class Counter:
     merge: Mapping[str, Any] | None
     batch: int
     dtype: torch.dtype | None
-
-    def indices(self, shard: int) -> range:
-        """Return the indices of a shard."""
-        return range(shard * ROWS, min((shard + 1) * ROWS, len(self.dataset)))
+    rows: int
 
     def __call__(self) -> Task:
         model = on_device(self.model)
         device = next(model.parameters()).device
 
         def work(shard: int) -> tuple[Metrics | None, int]:
-            part = self.dataset.select(self.indices(shard))
+            part = self.dataset.select(rows_of(shard, self.rows, len(self.dataset)))
             size = self.expects.size[0] if self.expects.size else 1
             try:
                 loader = make_loader(part, image_size=size, device=device, keep="device", max_unreadable=1.0)
@@ -79,13 +77,13 @@ def evaluate_shards(
     actors: int | None,
 ) -> Evaluation:
     """Evaluate a model on a cluster; see `vitrail.training.evaluate`."""
-    make = Counter(portable(model), dataset, expects, known, targets, merge, batch, dtype)
+    make = Counter(portable(model), dataset, expects, known, targets, merge, batch, dtype, ROWS)
     parts: dict[int, Metrics] = {}
     skipped = done = 0
     for shard, (metrics, unreadable) in map_shards(
         make, range(-(-len(dataset) // ROWS)), address=address, actors=actors
     ):
-        done += len(make.indices(shard))
+        done += len(rows_of(shard, ROWS, len(dataset)))
         skipped += unreadable
         if metrics is not None:
             parts[shard] = metrics

@@ -267,7 +267,8 @@ class App {
   #writePython() {
     const { method, by, value, schedule } = this.setting();
     const options = [by && `${by}=${value}`, schedule !== "constant" && `schedule="${schedule}"`, method !== "tome" && `method="${method}"`];
-    const file = JSON.stringify(this.name.includes(".") ? this.name : `${this.name}.png`);
+    const sample = this.samples.find((one) => one.name === this.name);
+    const file = JSON.stringify(sample ? sample.file.split("/").at(-1) : this.name);
     const { layer, query, paint } = this.state;
     const attends = this.state.tab === "explore" && paint === "attention";
     const last = attends

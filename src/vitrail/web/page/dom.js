@@ -44,7 +44,7 @@ export function fillChoice(select, options, value) {
 
 /** Return a labeled slider over positions 0 to `last`; `text` says what a position means. */
 export function slider(label, last, position, text, oninput, props = {}) {
-  const output = h("output", {});
+  const output = h("span", { class: "value" }); // no <output>: a label would name that instead of the slider
   const input = h("input", {
     type: "range", min: 0, max: last, step: 1,
     oninput: () => {

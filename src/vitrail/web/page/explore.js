@@ -255,6 +255,7 @@ export class Explore {
       others.length
         ? h("p", { class: "soft" }, "By head: ", others.map((head) => `${head.name} ${head.top[0].class} ${(100 * head.top[0].probability).toFixed(1)} %`).join(" · "))
         : null,
+      h("p", { class: "soft" }, knows(app.info.questions)),
     );
   }
 
@@ -338,6 +339,12 @@ function headRow({ rows }, head) {
   if (head !== "mean") return rows[Number(head)];
   return rows[0].map((_, at) => rows.reduce((sum, row) => sum + row[at], 0) / rows.length);
 }
+
+/** Say which classes there are: a model answers one of them, whatever the image shows. */
+const knows = (questions) =>
+  questions
+    .map(({ classes }) => `Whatever an image shows, the answer is one of ${classes.length} classes${classes.length > 12 ? "" : `: ${classes.join(", ")}`}.`)
+    .join(" ");
 
 const change = (before, now) => {
   const points = 100 * (now - before);

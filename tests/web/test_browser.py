@@ -1,0 +1,341 @@
+"""The page in a real browser: Debian's chromium, driven by Playwright. Skipped where one of them is missing."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from tests.web.models import picture, png, small_vit, views_of
+from tests.web.test_server import bomb
+from vitrail.data import read_image
+from vitrail.data.sample_images import drawings
+from vitrail.web.cache import Cache
+from vitrail.web.model_views import ModelViews, Setting
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn")
+pytest.importorskip("fastapi")
+
+from vitrail.web.server import create_app  # noqa: E402
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
+WAIT = 30_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as running:
+        made = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@contextmanager
+def serving(*models: ModelViews, cache: Cache) -> Iterator[str]:
+    """Run a server in a thread; yield its address."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(models, cache), log_level="error", lifespan="off"))
+    server.install_signal_handlers = lambda: None
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def views() -> tuple[ModelViews, ModelViews]:
+    cache = Cache()
+    other = small_vit(2, 64, 1)
+    return views_of(small_vit(), "one", cache), views_of(other, "two", cache)
+
+
+@pytest.fixture(scope="module")
+def address(views: tuple[ModelViews, ModelViews]) -> Iterator[str]:
+    with serving(*views, cache=views[0].cache) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """Return a function that opens the page in a session of its own; errors of scripts fail the test."""
+    contexts, errors = [], []
+
+    def start(choice: str = "", at: str = address, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
+        page.on("dialog", lambda dialog: errors.append(f"dialog: {dialog.message}"))
+        page.goto(at + (f"#{choice}" if choice else ""))
+        page.wait_for_selector("canvas[data-shown]", timeout=WAIT)
+        return page
+
+    yield start
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def shown(page: Any, what: str = "explore") -> Any:
+    return json.loads(page.get_attribute(f"#panel-{what} canvas.painting", "data-shown"))
+
+
+def choose(page: Any, slider: str, position: int) -> None:
+    page.evaluate(
+        """([id, at]) => {
+          const one = document.getElementById(id);
+          one.value = at;
+          one.dispatchEvent(new Event("input"));
+        }""",
+        [slider, position],
+    )
+
+
+def until(page: Any, script: str) -> None:
+    """Wait until an expression is true; the page's policy forbids Playwright's own way, which evaluates text in it."""
+    end = time.monotonic() + WAIT / 1e3
+    while not page.evaluate(script):
+        assert time.monotonic() < end, script
+        page.wait_for_timeout(50)
+
+
+def pixels(page: Any, canvas: str) -> str:
+    found: str = page.evaluate("id => document.querySelector(id).toDataURL()", canvas)
+    return found
+
+
+def test_slider_repaints_and_a_click_selects_a_patch(
+    opened: Callable[..., Any], views: tuple[ModelViews, ModelViews]
+) -> None:
+    page = opened("image=church&value=0")
+    before = pixels(page, "#panel-explore canvas.painting")
+    choose(page, "amount", 9)
+    until(page, "document.querySelector('#panel-explore canvas.painting').dataset.shown.includes('\"value\":9')")
+    assert pixels(page, "#panel-explore canvas.painting") != before
+    expected = views[0].result("test", views[0].batch(read_image(drawings()["church"])), Setting("tome", "r", 9))
+    assert f"{expected['tokens'][-1]} of 68" in page.inner_text(".numbers")
+    assert expected["heads"][0]["top"][0]["class"] in page.inner_text(".verdict")
+
+    box = page.locator("#stage").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 5.5 / 8, box["y"] + box["height"] * 2.5 / 8)
+    assert page.inner_text("#patch").startswith("Patch in row 2, column 5")
+    assert page.input_value("#token") == str(4 + 2 * 8 + 5)
+    page.get_by_role("radio", name="Attention").click()
+    until(page, "document.querySelector('#panel-explore canvas.painting').dataset.values")
+    page.wait_for_timeout(200)
+    assert "query=25" in page.url
+    assert "value=9" in page.url
+
+
+@pytest.mark.slow
+def test_uploads_and_hostile_files(opened: Callable[..., Any], tmp_path: Path) -> None:
+    page = opened()
+    name = "<img src=x onerror=alert(1)>.png"
+    page.set_input_files("#upload", {"name": name, "mimeType": "image/png", "buffer": png(picture((300, 100)))})
+    until(page, "document.getElementById('status').textContent.includes('is open')")
+    until(page, "document.querySelector('#panel-explore canvas.painting').width === 768")
+    assert name in page.inner_text("#status")
+    assert page.locator("img[onerror]").count() == 0
+    for data, words in ((b"this is text", "not an image"), (bomb(), "too large"), (b"", "empty")):
+        page.set_input_files("#upload", {"name": "photo.png", "mimeType": "image/png", "buffer": data})
+        until(page, f"document.getElementById('alert').textContent.includes({json.dumps(words)})")
+        assert shown(page)[0] == "glass"  # the image before is still there
+    choose(page, "amount", 3)
+    until(page, "document.querySelector('#panel-explore canvas.painting').dataset.shown.includes('\"value\":3')")
+
+
+@pytest.mark.slow
+def test_compare_two_models(opened: Callable[..., Any]) -> None:
+    page = opened("image=parachute&tab=compare&value=4")
+    until(page, "document.getElementById('compare-summary').textContent.includes('Left')")
+    assert "Left 56 tokens, right 68" in page.inner_text("#compare-summary")
+    page.select_option("#panel-compare section:last-child select >> nth=0", "two")
+    choose(page, "amount2", 10)
+    until(page, "document.getElementById('compare-summary').textContent.includes('right 48')")
+    assert page.locator("h2", has_text="Right: two").count() == 1
+
+
+@pytest.mark.slow
+def test_two_sessions_at_once(opened: Callable[..., Any], views: tuple[ModelViews, ModelViews]) -> None:
+    pages = [opened("image=church&value=2"), opened("image=golf-ball&value=11&model=two")]
+    for turn in range(1, 6):
+        choose(pages[0], "amount", 2 + turn)
+        choose(pages[1], "amount", 11 - turn)
+    for page, model, name, r in ((pages[0], views[0], "church", 7), (pages[1], views[1], "golf-ball", 6)):
+        until(page, f"document.querySelector('#panel-explore canvas.painting').dataset.shown.includes('\"value\":{r}')")
+        expected = model.result(name, model.batch(read_image(drawings()[name])), Setting("tome", "r", r))
+        assert f"{expected['tokens'][-1]} of 68" in page.inner_text(".numbers")
+
+
+@pytest.mark.slow
+def test_step_by_step_by_keyboard(opened: Callable[..., Any]) -> None:
+    page = opened("image=church&value=6")
+    page.focus("#tab-explore")
+    page.keyboard.press("ArrowRight")
+    until(page, "document.querySelector('#step-stage').dataset.shown")
+    titles = []
+    page.focus("#step-next")
+    for _ in range(5):
+        page.wait_for_timeout(150)
+        titles.append(page.inner_text("#panel-step h2"))
+        page.keyboard.press("Enter")
+    assert titles[0].startswith("Layer 2: 56 tokens enter")
+    assert titles[1] == "Every second token is a source"
+    assert "looks for a partner" in titles[2]
+    assert titles[3] == "The 6 best pairs merge"
+    assert titles[4] == "56 − 6 = 50 tokens leave"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_and_labeled(opened: Callable[..., Any], scheme: str) -> None:
+    page = opened("image=church", viewport={"width": 400, "height": 800}, color_scheme=scheme)
+    for tab in ("explore", "step", "compare"):
+        page.click(f"#tab-{tab}")
+        page.wait_for_timeout(700)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        nameless = page.evaluate(
+            """[...document.querySelectorAll("button, input, select, [role=img]")]
+              .filter((one) => one.checkVisibility())
+              .filter((one) => !(one.ariaLabel || one.textContent.trim() || one.labels?.[0]?.textContent.trim()))
+              .map((one) => one.outerHTML)"""
+        )
+        assert nameless == []
+    page.click("#tab-explore")
+    page.focus("#stage")
+    for key in ("ArrowRight", "ArrowRight", "ArrowUp"):
+        page.keyboard.press(key)
+    assert page.inner_text("#patch").startswith("Patch in row 3, column 5")
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, color[4:-1].split(","))) < 150) == (scheme == "dark")
+
+
+@contextmanager
+def plain_files(folder: Path) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+ASK = """async ([image, views]) => {
+  const { openBackend } = await import(location.pathname + "backend.js");
+  const backend = await openBackend();
+  const { models } = await backend.models();
+  const file = await (await fetch(image)).blob();
+  const uploaded = await backend.upload(file);
+  const found = [];
+  for (const [view, given] of views)
+    found.push(await backend.view(view, { model: models[0], image: uploaded.image, ...given }));
+  return found;
+}"""
+
+
+@pytest.mark.slow
+def test_a_static_page_answers_like_the_server(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Below a path of a plain web server; every view, number by number."""
+    from vitrail.web.static import write_static
+
+    model = small_vit().half().float()  # its file keeps half precision
+    views = views_of(model)
+    write_static(views, tmp_path / "some" / "path")
+    batch = views.batch(read_image(drawings()["church"]))
+    settings = [Setting("tome", "r", 7), Setting("tome", "keep", 0.5, "decreasing"), Setting("tome", "r", 0)]
+    asked: list[tuple[str, dict[str, Any]]] = []
+    for setting in settings:
+        asked += [
+            ("result", {"setting": setting}),
+            ("attention", {"setting": setting, "layer": 2, "query": 40}),
+            ("attention", {"setting": setting, "layer": 0, "query": 0}),
+            ("tokens", {"setting": setting, "layer": 1}),
+            ("similar", {"setting": setting, "layer": 2, "query": 33}),
+            ("step", {"setting": setting, "layer": 1}),
+        ]
+    with plain_files(tmp_path) as root:
+        page = opened("image=church&value=7", root + "some/path/")
+        plain = [(view, {**given, "setting": given["setting"].__dict__}) for view, given in asked]
+        answers = page.evaluate(ASK, ["samples/church.png", plain])
+        assert "in this browser" in page.inner_text("#where")
+    for (view, given), answer in zip(asked, answers, strict=True):
+        expected = getattr(views, view)("image", batch, **given)
+        assert same(answer, expected, f"{view} {given}")
+
+
+def same(found: Any, expected: Any, where: str) -> bool:
+    """Compare plain data: numbers within rounding, everything else exactly; times are left out."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        return all(same(found[key], expected[key], f"{where}.{key}") for key in expected if key != "seconds")
+    if isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        return all(same(one, other, where) for one, other in zip(found, expected, strict=True))
+    if isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=5e-3), where
+    else:
+        assert found == expected, where
+    return True
+
+
+@pytest.mark.slow
+def test_images_reach_the_model_as_pillow_resizes_them(opened: Callable[..., Any], address: str) -> None:
+    page = opened()
+    for size in ((301, 77), (20, 30), (64, 64)):
+        image, spec = picture(size), {"size": [32, 48], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.5]}
+        found = page.evaluate(
+            """async ([bytes, spec]) => {
+              const { decode, toInput } = await import("./pixels.js");
+              return Array.from(toInput(await decode(new Blob([new Uint8Array(bytes)])), spec));
+            }""",
+            [list(png(image)), spec],
+        )
+        from vitrail.data import InputSpec, to_tensor
+
+        expected = to_tensor([image], InputSpec((32, 48), tuple(spec["mean"]), tuple(spec["std"])))
+        torch.testing.assert_close(torch.tensor(found).view(1, 3, 32, 48), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_move_of_the_slider_takes_under_300_ms(opened: Callable[..., Any]) -> None:
+    """With vitrail:tiny, from the event to the painted canvas, as soon as all positions are computed."""
+    import vitrail
+
+    torch.set_num_threads(2)
+    with serving(views_of(vitrail.load_model("vitrail:tiny").eval(), "vitrail:tiny"), cache=Cache()) as address:
+        page = opened("image=church&value=8", address)
+        until(page, "document.querySelector('#panel-explore canvas.painting').dataset.ahead")
+        times = page.evaluate(
+            """async () => {
+              const slider = document.getElementById("amount");
+              const canvas = document.querySelector("#panel-explore canvas.painting");
+              const times = [];
+              for (const at of [0, 21, 4, 17, 9, 12, 1, 20]) {
+                const start = performance.now();
+                slider.value = at;
+                slider.dispatchEvent(new Event("input"));
+                while (!canvas.dataset.shown.includes(`"value":${at},`)) await new Promise(requestAnimationFrame);
+                await new Promise(requestAnimationFrame);
+                times.push(performance.now() - start);
+                await new Promise((resolve) => setTimeout(resolve, 400));
+              }
+              return times;
+            }"""
+        )
+    assert median(times) < 300, times

@@ -238,6 +238,7 @@ class MapQuality(Result, eq=False):
     on_spikes: Tensor  # (Q,) share of the attention on spikes, mean over images
 
 
+@fitting
 @torch.no_grad()
 def map_quality(maps: Tensor, object_share: Tensor | None = None) -> MapQuality:
     """Measure maps (B, H, Q, t, h, w), as `token_maps` returns them.

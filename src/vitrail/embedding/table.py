@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from vitrail._arguments import checked
-from vitrail._checks import as_tuple
+from vitrail._checks import as_path
 from vitrail.embedding.embedder import Column
 from vitrail.embedding.storage import Storage, open_storage, split
 from vitrail.errors import EmbeddingError
@@ -169,7 +168,8 @@ def read_embeddings(paths: Any) -> Embeddings:
     Raises:
         EmbeddingError: a file is missing or damaged, not finished, or its settings differ from the others'.
     """
-    given = [str(one) for one in as_tuple(paths, (str, PathLike))]
+    several = paths if isinstance(paths, list | tuple) else [paths]
+    given = [str(one) for one in several if as_path("paths", one)]
     if not given:
         raise EmbeddingError("no files were given; pass a Parquet file or a directory of vitrail embed")
     found = [_read(one) for one in given]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._atomic_files import write_bytes
-from vitrail._checks import is_int, is_number
+from vitrail._checks import is_int, is_number, shown
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.heads.pooling import linear
@@ -321,11 +321,13 @@ def _specs(
     """Return the options of `add_tokens` as specs."""
     for name, value in (("registers", registers), ("classes", classes)):
         if not is_int(value, 0):
-            raise InvalidOption(f"{name} is the number of tokens to add, 0 or more; got {value!r}")
+            raise InvalidOption(f"{name} is the number of tokens to add, 0 or more; got {shown(value)}")
     if not isinstance(distillation, bool):
-        raise InvalidOption(f"distillation is True or False: a model has at most one such token; got {distillation!r}")
+        raise InvalidOption(
+            f"distillation is True or False: a model has at most one such token; got {shown(distillation)}"
+        )
     if tasks is not None and not isinstance(tasks, Mapping):
-        raise InvalidOption(f"tasks are names with numbers of outputs, such as {{'breed': 37}}; got {tasks!r}")
+        raise InvalidOption(f"tasks are names with numbers of outputs, such as {{'breed': 37}}; got {shown(tasks)}")
     specs = [TokenSpec("classes", Role.CLASS, classes)] if classes else []
     specs += [TokenSpec("distillation", Role.DISTILLATION)] if distillation else []
     specs += [TokenSpec("registers", Role.REGISTER, registers)] if registers else []

@@ -59,8 +59,9 @@ def fuzz(commands: dict[str, Any], count: int, seed: int, world: World) -> Found
     draw, found, runner = random.Random(seed), Found(), CliRunner()
     for name in draw.choices(list(commands), k=count):
         given = arguments(commands[name], draw, world)
-        if name in ("train", "demo", "bench") and draw.random() < 0.8 and "--out" not in given:
-            given.append("--no-such-option")  # what succeeds takes long: mostly parsed alone
+        endless, long = name in ("serve", "web"), name in ("train", "demo", "bench") and "--out" not in given
+        if endless or (long and draw.random() < 0.8):
+            given.append("--no-such-option")  # what succeeds takes long: parsed alone
         found.counts["command lines"] += 1
         shown = " ".join(f"{one!r:.60}" for one in given)
         try:

@@ -49,6 +49,8 @@ def open_source(
     masks of images, ``mask_classes`` the number of their classes if their values are class numbers.
     """
     check_modality(modality)
+    if masks is not None:
+        as_path("masks", masks)
     reader = MaskReader(mask_classes)
     if masks is not None and not are_paths(source):
         raise InvalidOption(f"masks={os.fspath(masks)!r} is a folder of masks for a folder of images; leave it out")
@@ -82,7 +84,7 @@ def open_source(
         return _open_remote(remote, modality or "image", reader)
     for path in given:
         as_path("data", path)
-    return _open_files(given, modality, reader, None if masks is None else Path(masks))
+    return _open_files(given, modality, reader, None if masks is None else as_path("masks", masks))
 
 
 def _open_remote(given: Sequence[str], modality: str, reader: MaskReader) -> Source:

@@ -380,7 +380,7 @@ def test_a_cait_is_measured_where_its_class_token_is():
     with vitrail.merge(model, r=2, unmerge=False):
         assert "are merged" in measure_roles(model, images).notes[0]
     with pytest.raises(InvalidOption, match="from -4 to 3"):
-        measure_roles(model, images, attention_layers=4)
+        measure_roles(model, images, attention_layers=[4])
     json.dumps(found.to_dict(), allow_nan=False)
 
 

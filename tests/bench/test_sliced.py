@@ -31,7 +31,7 @@ def test_full_lengths_are_the_library_model(name: str) -> None:
     sliced = copy.deepcopy(model)
     with torch.no_grad(), vitrail.merge(copy.deepcopy(model), r=0) as merging:
         lengths = merging.tokens_per_layer(input_size(model, images))
-        slice_tokens(sliced, lengths)
+        slice_tokens(sliced, lengths, input_size(model, images))
         assert distance(run(sliced, images, case), run(model, images, case)) <= max(case.tolerance, 1e-12)
 
 
@@ -43,7 +43,7 @@ def test_token_counts_equal_merged(name: str) -> None:
     merged, sliced = copy.deepcopy(model), copy.deepcopy(model)
     merging = vitrail.merge(merged, r=2, unmerge=False)
     expected = merging.tokens_per_layer(size)
-    slice_tokens(sliced, expected)
+    slice_tokens(sliced, expected, size)
     assert [tokens.shape[1] for tokens in leaving(sliced, images, **case.call)] == expected
     assert expected[0] - expected[-1] == 2 * (len(expected) - 1)
 

@@ -60,5 +60,5 @@ def test_inspect(tmp_path: Path, kind: str) -> None:
 
 def test_demo(tmp_path: Path) -> None:
     runs = run_demo(tmp_path / "out", "vitrail:tiny", [source("shards", tmp_path)])
-    assert [result.picture for result in runs[0].pictures] == [f"{number:03}, gentle" for number in range(4)]
+    assert [result.picture for result in runs[0].pictures] == [f"{number:03}, keep 50 %" for number in range(4)]
     assert (tmp_path / "out" / "002-sheet.png").is_file()

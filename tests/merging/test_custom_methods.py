@@ -358,7 +358,7 @@ def test_methods_that_are_not_registered_travel_as_themselves() -> None:
     with vitrail.merge(model, **merging.config) as again:
         assert again.method is method
     for wrong in (Threshold, KMeans):
-        with pytest.raises(InvalidOption, match="instance"):
+        with pytest.raises(InvalidOption, match="or a Method"):
             vitrail.merge(model, r=3, method=wrong)
     with pytest.raises(InvalidOption, match="takes a name"):
         register_method(KMeans)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 import vitrail
+from tests.extras import always
 from tests.merging.test_custom_methods import Threshold
 from tests.surgery.models import ALL, FEW, distance, leaving, run
 from vitrail.errors import InvalidOption, UnsupportedInput, UntrainedMethod
@@ -83,7 +84,7 @@ def test_a_batch_equals_its_images_one_by_one(name: str, restore: str, method: s
     assert distance(alone, together) < 1e-7
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3"])
+@pytest.mark.parametrize("name", always(["timm-registers"], ["timm-registers", "eva-dinov3"]))
 @every_restorer
 def test_static_methods_compile_as_one_graph(name: str, restore: str) -> None:
     case = ALL[name]

@@ -248,7 +248,7 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
         train(data=images, out=str(tmp_path / "student"), **{**FIELDS, **student})
     labels = Labels({}, load_trained(run.last)[1].preprocessing)
     monkeypatch.setattr(
-        "vitrail.training.evaluation.evaluator.load_trained", lambda path: (load_trained(run.last)[0], labels)
+        "vitrail.training.evaluation.evaluator.load_classifier", lambda path: (load_trained(run.last)[0], labels)
     )
     with pytest.raises(InvalidOption, match="trained on arrays"):
         evaluate(run.last, images)

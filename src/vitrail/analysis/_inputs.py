@@ -41,6 +41,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 def check_shape(tensor: Tensor, name: str, shape: str, hint: str = "") -> None:
     """Raise unless a tensor has the axes of ``shape``, names or sizes such as ``"B 196 D"``, none of them empty."""
     axes = shape.split()
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedInput(f"{name} is a tensor ({', '.join(axes)}); got {type(tensor).__name__}")
     sizes = [size if axis.isdigit() else axis for size, axis in zip(map(str, tensor.shape), axes, strict=False)]
     if tensor.ndim != len(axes) or 0 in tensor.shape or sizes != axes:
         given = tuple(tensor.shape)

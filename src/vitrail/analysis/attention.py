@@ -248,6 +248,7 @@ def map_quality(maps: Tensor, object_share: Tensor | None = None) -> MapQuality:
         object_share: (B, P), the object's share of each patch, from `pool_mask`; NaN where unknown. A patch lies on
             the object if at least half of it does.
     """
+    check_shape(maps, "maps", "B H Q t h w")
     mean = _sum_to_one(_flat(maps).mean(1, dtype=torch.float64)).cpu()  # (B, Q, P)
     images, _, patches = mean.shape
     grid = (int(maps.shape[3]), int(maps.shape[4]), int(maps.shape[5]))

@@ -51,7 +51,7 @@ class Baseline:
         if name == "merged":
             self.merge(module)
         elif name == "sliced":
-            slice_tokens(module, self.tokens)
+            slice_tokens(module, self.tokens, self.shape[1:])
         return module
 
     def merge(self, module: nn.Module) -> Merging:
@@ -118,16 +118,16 @@ class SlicedBlock:
     """Mixin in front of a library's block: attend, cut, MLP.
 
     ``_vitrail_slice`` is the number of tokens that leave it, that of special tokens in front, the block's adapter, and
-    a function that returns the position bias between all tokens.
+    functions that return the position bias between all tokens and their rotation.
     """
 
-    _vitrail_slice: tuple[int, int, BlockAdapter, Callable[[], Tensor | None]]
+    _vitrail_slice: tuple[int, int, BlockAdapter, Callable[[], Tensor | None], Callable[[], Tensor | None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        length, special, parts, position_bias = self._vitrail_slice
+        length, special, parts, position_bias, rotation = self._vitrail_slice
         x, args = (args[0], args[1:]) if args else (kwargs.pop(parts.input_name), ())
         block: Any = self
-        rope = parts.read_call(args, kwargs).rope
+        rope = rotation() if parts.rotates else parts.read_call(args, kwargs).rope
         h = parts.attend_norm(block, x)
         q, k, v = parts.qkv(block, h)
         if rope is not None:
@@ -149,15 +149,16 @@ class SlicedBlock:
         return parts.returned(output)
 
 
-def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
+def slice_tokens(model: nn.Module, lengths: Sequence[int], size: tuple[int, ...] | None = None) -> None:
     """Change a model in place so that ``lengths[i]`` tokens leave block ``i``; this cannot be undone.
 
-    Special tokens come first and stay.
+    Special tokens come first and stay. The model takes inputs of this size, by default its own.
     """
     found = find(model)
-    layout = found.adapter.layout(found.trunk)
+    layout = found.adapter.layout(found.trunk, size)
     position = found.adapter.position(found.trunk, layout.grid)
     for layer, (block, parts, length) in enumerate(zip(found.blocks, found.block_adapters, lengths, strict=True)):
         bias = partial(position.bias, layer, None) if parts.biased and position is not None else lambda: None
-        block._vitrail_slice = (length, layout.num_special, parts, bias)  # type: ignore[assignment]
+        rotation = partial(position.table, layer, None) if parts.rotates and position is not None else lambda: None
+        block._vitrail_slice = (length, layout.num_special, parts, bias, rotation)  # type: ignore[assignment]
         swap(block, SlicedBlock)

@@ -524,7 +524,7 @@ def open_dataset(
         columns = (MASK,)
     kinds = read_kinds(kind, columns or tuple(classes or ()))
     names = _mask_names(mask_classes)
-    is_folder = isinstance(source, str | os.PathLike) and Path(source).is_dir()
+    is_folder = isinstance(source, str | os.PathLike) and os.path.isdir(source)  # noqa: PTH112  (False for odd paths)
     where = f"{source} is an unlabeled folder: " if is_folder else ""
     if not isinstance(source, Dataset):
         opened = open_source(source, columns or (), modality, masks, None if mask_classes is None else len(names))

@@ -144,11 +144,10 @@ def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:
 
     from vitrail.data.decode import as_rgb
 
-    if not isinstance(images, list | tuple):
-        raise InvalidOption(f"images={shown(images)}: expected a list of PIL images")
-
     if isinstance(images, Image.Image):
         images = [images]
+    if not isinstance(images, list | tuple):
+        raise InvalidOption(f"images={shown(images)}: expected a list of PIL images")
     if len(images) == 0:
         raise UnsupportedInput("no images were given; pass a list of one or more PIL images")
     height, width = spec.size

@@ -72,7 +72,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     try:
         if path.suffix == SAFE:
-            return load_file(path)
+            # copies, which are aligned as PyTorch aligns its own: mapped tensors round differently
+            return {name: value.clone() for name, value in load_file(path).items()}
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"{path} could not be read: {error}") from error

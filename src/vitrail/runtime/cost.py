@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
@@ -121,7 +122,7 @@ class CostModel:
             fed = length - r
             length = fed if method.place == "before" else length
             found["projections"] += (length + more) * block.attend
-            found["attention"] += round(length * block.attended(length, patches)) * block.pair
+            found["attention"] += _whole(length * block.attended(length, patches)) * block.pair
             found["attention"] += more * (length + more) * block.pair
             found["attention"] += length * more * block.pair if read else 0
             found["attention"] += block.bias * length * start * (start + length) if length < start else 0
@@ -179,7 +180,7 @@ class CostModel:
         """Return the cost of a reduction, which happens inside windows where some block has them."""
         window = min((block.window for block in self.blocks if block.window is not None), default=patches)
         count = max(1, patches // window)
-        return count * method.flops(length // count, feature)
+        return count * method.flops(length // count if count > 1 else length, feature)
 
     def total(
         self,
@@ -237,3 +238,8 @@ def _rest(parts: Iterable[nn.Module]) -> int:
         for name, weight in part.named_parameters(recurse=False)
         if name.endswith("weight") and weight.dim() > 1
     )
+
+
+def _whole(count: Any) -> Any:
+    """Return a number of pairs as an integer; while numbers of merges are learned it is a tensor with gradients."""
+    return count if isinstance(count, Tensor) else round(count)

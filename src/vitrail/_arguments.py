@@ -188,7 +188,7 @@ def _is_sequence(name: str, value: Any, kind: Any, elements: tuple[Any, ...]) ->
         return not array and all(_fits(name, one, expected) for one, expected in pairs)
     if not elements:
         return True
-    if array and getattr(value, "ndim", 1) != 1:
+    if array and (getattr(value, "ndim", 1) != 1 or elements[0] not in (int, float, bool, Any)):
         return elements[0] in (Any, Tensor)
     some = value[:_MAX_ELEMENTS].tolist() if array else islice(value, _MAX_ELEMENTS)
     return all(_fits(name, one, elements[0]) for one in some)

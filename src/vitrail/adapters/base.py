@@ -255,7 +255,7 @@ def known_block(block: nn.Module, known: Mapping[type | str, BlockAdapter]) -> B
     kind = forward_class(block)
     adapter = known.get(kind) or known.get(f"{kind.__module__}.{kind.__qualname__}")
     if adapter is None:
-        names = [one.rpartition(".")[2] if isinstance(one, str) else one.__name__ for one in known]
+        names = [str(getattr(one, "__name__", one)).rpartition(".")[2] for one in known]
         raise UnsupportedModel(
             f"blocks of class {type(block).__name__} are not supported: Vitrail merges between attention and MLP, and "
             f"knows {', '.join(names)} here. If it is a wrapper, merge before wrapping"

@@ -49,7 +49,7 @@ SOURCES = f"{options.SOURCES} Default: sample images."
 Images = Annotated[list[Path] | None, typer.Argument(metavar="IMAGES", help=SOURCES, show_default=False)]
 Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of a parquet file with the classes.")]
 Probes = Annotated[bool, typer.Option(help="Fit probes, which takes the longest.")]
-Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of splits, draws and random weights.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of splits, draws and random weights.")]
 PAGE = "Page to write, with its values as .json beside it; or .json."
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help=PAGE)]
 

@@ -659,7 +659,7 @@ def _mask_names(given: Sequence[str] | int | None) -> tuple[str, ...]:
     """Return the names of the classes of masks."""
     if given is None:
         return MASK_CLASSES
-    names: Any = tuple(map(str, range(given))) if isinstance(given, int) and is_int(given, 2) else given
+    names: Any = tuple(map(str, range(given))) if isinstance(given, int) and is_int(given, 2, UNKNOWN) else given
     good = isinstance(names, list | tuple) and 2 <= len(names) < UNKNOWN and len(set(names)) == len(names)
     if not good or not all(isinstance(name, str) and name for name in names):
         raise InvalidOption(f"mask_classes={given!r}: expected a number from 2, or two or more different names")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitrail._arguments import checked
+from vitrail._arguments import fitting
 from vitrail.data.audio import Sound
 from vitrail.data.sampling import Spectrogram
 from vitrail.data.spec import InputSpec
@@ -21,7 +21,7 @@ SIDE = 1600
 """Longest side of an image in the side-by-side view; the stained glass keeps the image's resolution."""
 
 
-@checked
+@fitting
 def draw_groups(sample: Any, groups: Any, spec: InputSpec) -> dict[str, Image.Image | Film]:
     """Draw the groups (t, h, w) of a sample; return drawings by what they show, the one that stands for all first.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def stream(
 ) -> Iterator[Recording]:
     """Yield a recording of each batch, for datasets that do not fit in memory. Arguments as for `record`."""
 
+    _check_call(model, call)
     place = None if device is None else as_device("device", device)
     if call is not None and not (isinstance(call, Mapping) and all(isinstance(name, str) for name in call)):
         raise InvalidOption(f"call={shown(call)}: expected keyword arguments of the model, a mapping with names")
@@ -92,6 +94,17 @@ def stream(
         with recorder.hooked(), evaluating(model), torch.no_grad(), taking(recorder.found, batch):
             model(to_model(model, batch), **(call or {}))
         yield from recorder.take()
+
+
+def _check_call(model: nn.Module, call: Mapping[str, Any] | None) -> None:
+    """Raise for keyword arguments that a model's ``forward`` does not take."""
+    parameters = inspect.signature(model.forward).parameters if call and isinstance(model, nn.Module) else {}
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    unknown = [] if takes_any or not isinstance(call, Mapping) else [name for name in call if name not in parameters]
+    if unknown:
+        raise InvalidOption(
+            f"call: {type(model).__name__} takes no {shown(unknown[0])}; expected some of {', '.join(parameters)}"
+        )
 
 
 def join(recordings: Sequence[Recording]) -> Recording:

@@ -44,7 +44,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result o
 Engine = Annotated[Literal["local", "ray"], typer.Option(help="This process, or actors of a Ray cluster.")]
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default a new one here.")]
 Actors = Annotated[int | None, typer.Option(min=1, metavar="N", help="Actors of Ray, each with the model.")]
-Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of random weights.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of random weights.")]
 
 
 def load_changed(given: Mapping[str, Any], command: str) -> Loaded:

@@ -210,16 +210,16 @@ def test_there_is_room_for_graphs_while_a_compiled_model_trains(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str
 ) -> None:
     monkeypatch.setattr(torch.nn.Module, "compile", lambda block: None)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # other libraries raise it, too
     limits: list[int] = []
 
     def look(event: Event) -> None:
         limits.append(torch._dynamo.config.recompile_limit)
 
-    before = torch._dynamo.config.recompile_limit
-    train(data=photos, out=str(tmp_path / "run"), on_event=look, **{**FIELDS, "epochs": 1, "compile": compiled})
+    before = 8
+    with torch._dynamo.config.patch(recompile_limit=before):  # other libraries raise it, too
+        train(data=photos, out=str(tmp_path / "run"), on_event=look, **{**FIELDS, "epochs": 1, "compile": compiled})
+        assert torch._dynamo.config.recompile_limit == before
     assert max(limits) == (RECOMPILE_LIMIT if compiled == "blocks" else before)
-    assert torch._dynamo.config.recompile_limit == before < RECOMPILE_LIMIT
 
 
 @pytest.mark.parametrize(

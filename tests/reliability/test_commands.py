@@ -190,7 +190,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+@pytest.mark.parametrize("ending", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_export_to_a_full_disk_is_one_message(ending: str, small_disk: Path, tmp_path: Path) -> None:
     if ending == "onnx":
         pytest.importorskip("onnxruntime")

@@ -19,7 +19,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 
 OUTSIDE = (
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    *("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"),
     *("benchmarks/**/*.md", "experiments/**/*.md", "experiments/**/*.png", "experiments/methods/*.py"),
     *("recipes/*.yaml", "examples/*.ipynb", "src/vitrail/weights/*/CARD.md"),
 )

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.parity import (
-    models_open_clip,
-    models_timm_beit,
-    models_timm_eva,
-    models_timm_relpos,
-    models_timm_vit,
-    models_torchvision,
-    models_transformers,
-    models_transformers_aimv2,
-    models_transformers_audio,
-    models_transformers_beit,
-    models_transformers_clip,
-    models_transformers_dinov3,
-    models_transformers_relatives,
-    models_transformers_siglip2,
-    models_transformers_video,
-    models_transformers_vjepa2,
-    models_windowed,
+from tests.parity.models import (
+    open_clip_towers,
+    timm_beit,
+    timm_eva,
+    timm_relpos,
+    timm_vit,
+    torchvision_vit,
+    transformers_aimv2,
+    transformers_audio,
+    transformers_beit,
+    transformers_clip,
+    transformers_dinov3,
+    transformers_relatives,
+    transformers_siglip2,
+    transformers_video,
+    transformers_vit,
+    transformers_vjepa2,
+    windowed,
 )
-from tests.parity.models import Case
+from tests.parity.models.cases import Case
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Family:
     compiled: bool = True
 
 
-_VIT, _HF = models_timm_vit.CASES, models_transformers.CASES
-_RELATIVES, _WINDOWED = models_transformers_relatives.CASES, models_windowed.CASES
+_VIT, _HF = timm_vit.CASES, transformers_vit.CASES
+_RELATIVES, _WINDOWED = transformers_relatives.CASES, windowed.CASES
 
 FAMILIES: dict[str, Family] = {
     "ViT, DeiT 3, AugReg (timm)": Family(_VIT["class-even"], "timm:vit_base_patch16_224"),
@@ -56,17 +56,15 @@ FAMILIES: dict[str, Family] = {
     "AIMv2, InternViT: RMSNorm, SwiGLU (timm)": Family(
         _VIT["glu"], "timm:aimv2_large_patch14_224 timm:vit_intern300m_patch14_448", False
     ),
-    "EVA02 (timm)": Family(models_timm_eva.CASES["eva02"], "timm:eva02_base_patch14_224", False),
-    "DINOv3 (timm)": Family(models_timm_eva.CASES["dinov3"], "timm:vit_small_patch16_dinov3", False),
+    "EVA02 (timm)": Family(timm_eva.CASES["eva02"], "timm:eva02_base_patch14_224", False),
+    "DINOv3 (timm)": Family(timm_eva.CASES["dinov3"], "timm:vit_small_patch16_dinov3", False),
     "PE core, spatial, lang (timm)": Family(
-        models_timm_eva.CASES["perception-encoder"],
+        timm_eva.CASES["perception-encoder"],
         "timm:vit_pe_core_base_patch16_224 timm:vit_pe_spatial_base_patch16_512",
         False,
     ),
-    "BEiT, BEiT v2 (timm)": Family(models_timm_beit.CASES["own"], "timm:beit_base_patch16_224", False),
-    "ViT with relative position (timm)": Family(
-        models_timm_relpos.CASES["table"], "timm:vit_relpos_base_patch16_224", False
-    ),
+    "BEiT, BEiT v2 (timm)": Family(timm_beit.CASES["own"], "timm:beit_base_patch16_224", False),
+    "ViT with relative position (timm)": Family(timm_relpos.CASES["table"], "timm:vit_relpos_base_patch16_224", False),
     "ViT with attention beside the MLP (timm)": Family(_VIT["parallel-no-biases"], "timm:vit_base_patch16_xp_224"),
     "ViT with parallel attentions and MLPs (timm)": Family(
         _VIT["several-things"], "timm:vit_small_patch16_18x2_224", False
@@ -77,24 +75,18 @@ FAMILIES: dict[str, Family] = {
     "Hiera (timm)": Family(_WINDOWED["hiera"], "timm:hiera_tiny_224"),
     "ViT, DeiT (transformers)": Family(_HF["deit-head"], "hf:facebook/deit-base-distilled-patch16-224", False),
     "DINOv2, with registers (transformers)": Family(_HF["registers-head"], "hf:facebook/dinov2-with-registers-base"),
-    "DINOv3 (transformers)": Family(
-        models_transformers_dinov3.CASES["plain"], "hf:facebook/dinov3-vits16-pretrain-lvd1689m"
-    ),
-    "CLIP (transformers)": Family(models_transformers_clip.CASES["tower"], "hf:openai/clip-vit-base-patch32"),
+    "DINOv3 (transformers)": Family(transformers_dinov3.CASES["plain"], "hf:facebook/dinov3-vits16-pretrain-lvd1689m"),
+    "CLIP (transformers)": Family(transformers_clip.CASES["tower"], "hf:openai/clip-vit-base-patch32"),
     "MetaCLIP 2 (transformers)": Family(
         _RELATIVES["metaclip2"], "hf:facebook/metaclip-2-worldwide-huge-quickgelu", False
     ),
-    "SigLIP, SigLIP 2 (transformers)": Family(
-        models_transformers_clip.CASES["siglip"], "hf:google/siglip2-base-patch16-224"
-    ),
+    "SigLIP, SigLIP 2 (transformers)": Family(transformers_clip.CASES["siglip"], "hf:google/siglip2-base-patch16-224"),
     "SigLIP 2 NaFlex (transformers)": Family(
-        models_transformers_siglip2.IMAGES, "hf:google/siglip2-base-patch16-naflex", False
+        transformers_siglip2.IMAGES, "hf:google/siglip2-base-patch16-naflex", False
     ),
-    "BEiT (transformers)": Family(models_transformers_beit.CASES["both"], "hf:microsoft/beit-base-patch16-224"),
-    "data2vec-vision (transformers)": Family(
-        models_transformers_beit.CASES["data2vec"], "hf:facebook/data2vec-vision-base"
-    ),
-    "AIMv2 (transformers)": Family(models_transformers_aimv2.CASES["pooled"], "hf:apple/aimv2-large-patch14-224-lit"),
+    "BEiT (transformers)": Family(transformers_beit.CASES["both"], "hf:microsoft/beit-base-patch16-224"),
+    "data2vec-vision (transformers)": Family(transformers_beit.CASES["data2vec"], "hf:facebook/data2vec-vision-base"),
+    "AIMv2 (transformers)": Family(transformers_aimv2.CASES["pooled"], "hf:apple/aimv2-large-patch14-224-lit"),
     "I-JEPA (transformers)": Family(_RELATIVES["ijepa-head"], "hf:facebook/ijepa_vith14_1k"),
     "ViT-MSN (transformers)": Family(_RELATIVES["msn-head"], "hf:facebook/vit-msn-base", False),
     "ViT-MAE (transformers)": Family(_RELATIVES["mae"], "hf:facebook/vit-mae-base"),
@@ -105,18 +97,16 @@ FAMILIES: dict[str, Family] = {
     "SAM (transformers)": Family(_WINDOWED["sam"], "hf:facebook/sam-vit-base"),
     "SAM 2 (transformers)": Family(_WINDOWED["sam2"], "hf:facebook/sam2.1-hiera-tiny", False),
     "VideoMAE (transformers)": Family(
-        models_transformers_video.CASES["videomae-head"], "hf:MCG-NJU/videomae-base-finetuned-kinetics"
+        transformers_video.CASES["videomae-head"], "hf:MCG-NJU/videomae-base-finetuned-kinetics"
     ),
-    "ViViT (transformers)": Family(models_transformers_video.CASES["vivit-head"], "hf:google/vivit-b-16x2-kinetics400"),
+    "ViViT (transformers)": Family(transformers_video.CASES["vivit-head"], "hf:google/vivit-b-16x2-kinetics400"),
     "V-JEPA 2 (transformers)": Family(
-        models_transformers_vjepa2.CASES["vjepa2-head"], "hf:facebook/vjepa2-vitl-fpc16-256-ssv2"
+        transformers_vjepa2.CASES["vjepa2-head"], "hf:facebook/vjepa2-vitl-fpc16-256-ssv2"
     ),
-    "AST (transformers)": Family(
-        models_transformers_audio.CASES["ast-head"], "hf:MIT/ast-finetuned-audioset-10-10-0.4593"
-    ),
-    "ViT (torchvision)": Family(models_torchvision.CASES["vit"], "torchvision:vit_b_16", False),
+    "AST (transformers)": Family(transformers_audio.CASES["ast-head"], "hf:MIT/ast-finetuned-audioset-10-10-0.4593"),
+    "ViT (torchvision)": Family(torchvision_vit.CASES["vit"], "torchvision:vit_b_16", False),
     "Swin, Swin V2 (torchvision)": Family(_WINDOWED["torchvision"], "torchvision:swin_t torchvision:swin_v2_t", False),
-    "CLIP, CoCa and others (open_clip)": Family(models_open_clip.CASES["attention"], "open_clip:ViT-B-32:openai"),
+    "CLIP, CoCa and others (open_clip)": Family(open_clip_towers.CASES["attention"], "open_clip:ViT-B-32:openai"),
 }
 """Families by their names in the table."""
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.models import require
+from tests.parity.models.cases import require
 from tests.surgery.models import ALL
 from vitrail.adapters import NamedBlock, find
 from vitrail.adapters.base import DenseBlock

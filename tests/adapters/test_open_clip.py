@@ -11,8 +11,8 @@ from torch import nn
 
 import vitrail
 from tests.oracle import describe, run
-from tests.parity.models import redraw
-from tests.parity.models_open_clip import tower
+from tests.parity.models.cases import redraw
+from tests.parity.models.open_clip_towers import tower
 from vitrail.adapters import find, input_spec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 

@@ -11,7 +11,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parity.models import bands_of
+from tests.parity.models.cases import bands_of
 from vitrail.adapters import ModelRequest
 from vitrail.adapters.registry import library
 from vitrail.adapters.timm.eva import ROTARY

@@ -13,7 +13,7 @@ from torchvision.models import VisionTransformer
 from torchvision.models._api import BUILTIN_MODELS, register_model
 
 import vitrail
-from tests.parity.models_torchvision import vit
+from tests.parity.models.torchvision_vit import vit
 from vitrail.adapters import ModelRequest, find, input_spec
 from vitrail.adapters.registry import library
 from vitrail.data.spec import MEAN, STD

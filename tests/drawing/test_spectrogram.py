@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vitrail.data import Spectrogram
-from vitrail.data.sampling import mel_filters
+from vitrail.data.media.sampling import mel_filters
 from vitrail.drawing.spectrogram import HEIGHT, LEFT, MARGIN, PADDING, TITLE, WIDTH, _ticks, draw_sound
 
 TOP = MARGIN + TITLE + MARGIN // 2

@@ -12,11 +12,11 @@ import transformers as hf
 from torch import nn
 
 import vitrail
-from tests.parity.models import redraw
-from tests.parity.models_timm_eva import named as named_eva
-from tests.parity.models_timm_vit import named, vit
-from tests.parity.models_transformers import build
-from tests.parity.models_transformers import vit as hf_vit
+from tests.parity.models.cases import redraw
+from tests.parity.models.timm_eva import named as named_eva
+from tests.parity.models.timm_vit import named, vit
+from tests.parity.models.transformers_vit import build
+from tests.parity.models.transformers_vit import vit as hf_vit
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.extras import always
-from tests.parity.models import redraw
+from tests.parity.models.cases import redraw
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role, TokenSpec
 

@@ -16,7 +16,7 @@ from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock, V
 from torch import Tensor, nn
 
 import vitrail
-from tests.parity.models import redraw
+from tests.parity.models.cases import redraw
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.models import (
     MODELS,

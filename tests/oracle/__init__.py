@@ -21,18 +21,18 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     from torchvision.models import VisionTransformer as TorchvisionTransformer
     from transformers import PreTrainedModel
 
-    from tests.oracle.open_clip_models import describe_open_clip
-    from tests.oracle.timm_models import describe_beit, describe_eva, describe_relpos, describe_vit
-    from tests.oracle.torchvision_models import describe_torchvision
-    from tests.oracle.transformers_aimv2 import describe_aimv2
-    from tests.oracle.transformers_audio import describe_ast
-    from tests.oracle.transformers_beit import describe_beit as describe_hf_beit
-    from tests.oracle.transformers_clip import describe_clip
-    from tests.oracle.transformers_dinov3 import describe_dinov3
-    from tests.oracle.transformers_models import describe_transformers
-    from tests.oracle.transformers_relatives import describe_relative
-    from tests.oracle.transformers_video import describe_video
-    from tests.oracle.transformers_vjepa2 import describe_vjepa2
+    from tests.oracle.models.open_clip_towers import describe_open_clip
+    from tests.oracle.models.timm_blocks import describe_beit, describe_eva, describe_relpos, describe_vit
+    from tests.oracle.models.torchvision_vit import describe_torchvision
+    from tests.oracle.models.transformers_aimv2 import describe_aimv2
+    from tests.oracle.models.transformers_audio import describe_ast
+    from tests.oracle.models.transformers_beit import describe_beit as describe_hf_beit
+    from tests.oracle.models.transformers_clip import describe_clip
+    from tests.oracle.models.transformers_dinov3 import describe_dinov3
+    from tests.oracle.models.transformers_relatives import describe_relative
+    from tests.oracle.models.transformers_video import describe_video
+    from tests.oracle.models.transformers_vit import describe_transformers
+    from tests.oracle.models.transformers_vjepa2 import describe_vjepa2
 
     if isinstance(model, Beit):
         return describe_beit(model, images)

@@ -7,15 +7,15 @@ import torch
 
 from tests.oracle import describe, run
 from tests.oracle.core import Token, merge, possible
-from tests.parity import models_timm_beit, models_timm_eva, models_timm_vit, models_torchvision, models_transformers
-from tests.parity.models import Case, outputs_of
+from tests.parity.models import timm_beit, timm_eva, timm_vit, torchvision_vit, transformers_vit
+from tests.parity.models.cases import Case, outputs_of
 
 CASES: list[tuple[str, Case]] = [
-    *(("vit", case) for case in models_timm_vit.CASES.values()),
-    *(("eva", case) for case in models_timm_eva.CASES.values()),
-    *(("beit", case) for case in models_timm_beit.CASES.values()),
-    *(("transformers", case) for case in models_transformers.CASES.values()),
-    *(("torchvision", case) for case in models_torchvision.CASES.values()),
+    *(("vit", case) for case in timm_vit.CASES.values()),
+    *(("eva", case) for case in timm_eva.CASES.values()),
+    *(("beit", case) for case in timm_beit.CASES.values()),
+    *(("transformers", case) for case in transformers_vit.CASES.values()),
+    *(("torchvision", case) for case in torchvision_vit.CASES.values()),
 ]
 
 

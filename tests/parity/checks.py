@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.oracle import Result, describe, run
-from tests.parity.models import Case, outputs_of
+from tests.parity.models.cases import Case, outputs_of
 from vitrail.errors import SaturatedWarning
 
 

@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.oracle import describe, run
-from tests.parity import models_timm_beit, models_timm_eva, models_timm_vit, models_transformers
 from tests.parity.checks import mask
-from tests.parity.models import Case, outputs_of
+from tests.parity.models import timm_beit, timm_eva, timm_vit, transformers_vit
+from tests.parity.models.cases import Case, outputs_of
 
 CASES: list[tuple[str, Case]] = [
-    ("vit", models_timm_vit.CASES["registers"]),
-    ("vit", models_timm_vit.CASES["qk-norm"]),
-    ("vit", models_timm_vit.CASES["siglip-tower"]),
-    ("eva", models_timm_eva.CASES["dinov3"]),
-    ("eva", models_timm_eva.CASES["grouped-heads"]),
-    ("eva", models_timm_eva.CASES["mixed-xy"]),
-    ("beit", models_timm_beit.CASES["both"]),
-    ("transformers", models_transformers.CASES["dinov2-head"]),
-    ("transformers", models_transformers.CASES["deit-teacher"]),
+    ("vit", timm_vit.CASES["registers"]),
+    ("vit", timm_vit.CASES["qk-norm"]),
+    ("vit", timm_vit.CASES["siglip-tower"]),
+    ("eva", timm_eva.CASES["dinov3"]),
+    ("eva", timm_eva.CASES["grouped-heads"]),
+    ("eva", timm_eva.CASES["mixed-xy"]),
+    ("beit", timm_beit.CASES["both"]),
+    ("transformers", transformers_vit.CASES["dinov2-head"]),
+    ("transformers", transformers_vit.CASES["deit-teacher"]),
 ]
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 import vitrail
 from tests.oracle import core, describe, run
 from tests.oracle.core import Parts, Position, Recipe, Token, identity
-from tests.parity import models_timm_beit, models_timm_eva, models_timm_vit, models_transformers
 from tests.parity.checks import distance
-from tests.parity.models import Case, outputs_of
+from tests.parity.models import timm_beit, timm_eva, timm_vit, transformers_vit
+from tests.parity.models.cases import Case, outputs_of
 
-VIT, EVA, HF = models_timm_vit.CASES, models_timm_eva.CASES, models_transformers.CASES
-BEIT = models_timm_beit.CASES
+VIT, EVA, HF = timm_vit.CASES, timm_eva.CASES, transformers_vit.CASES
+BEIT = timm_beit.CASES
 
 Breakage = Callable[[Recipe, pytest.MonkeyPatch], Recipe]
 

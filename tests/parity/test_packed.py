@@ -13,9 +13,9 @@ import transformers as hf
 from torch import Tensor
 
 import vitrail
-from tests.oracle.vlm import qwen
-from tests.parity.models import redraw, require
-from tests.parity.models_vlm import QWEN_VISION, named, pixels
+from tests.oracle.models.vision_language import qwen
+from tests.parity.models.cases import redraw, require
+from tests.parity.models.vision_language import QWEN_VISION, named, pixels
 from tests.surgery.models import flops_that_run
 from vitrail.adapters import find
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, UnsupportedModel

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import vitrail
 from tests.oracle import run
-from tests.oracle.transformers_siglip2 import describe_naflex
+from tests.oracle.models.transformers_siglip2 import describe_naflex
 from tests.parity.checks import assert_restored, fingerprint
-from tests.parity.models import require
-from tests.parity.models_transformers_siglip2 import GRIDS, PATCH, alone, padded, tower, with_text
+from tests.parity.models.cases import require
+from tests.parity.models.transformers_siglip2 import GRIDS, PATCH, alone, padded, tower, with_text
 from vitrail.adapters import find
 from vitrail.errors import SaturatedWarning, UnsupportedInput
 from vitrail.merging import METHODS

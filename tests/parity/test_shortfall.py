@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.parity.checks import SETTINGS, Setting, ask_oracle, check_against_oracle, saturates
-from tests.parity.models import Case
-from tests.parity.models_timm_vit import CASES, vit
+from tests.parity.models.cases import Case
+from tests.parity.models.timm_vit import CASES, vit
 from vitrail.errors import SaturatedWarning
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.oracle import describe, run
-from tests.parity import models_timm_vit, models_transformers
+from tests.parity.models import timm_vit, transformers_vit
 
 WIDTH, PATCHES, PIXELS = 32, 16, 8
 
@@ -86,7 +86,7 @@ def wanted_groups(model: nn.Module, images: Tensor, r: list[int], **options: str
 
 def test_lower_index_wins_by_hand() -> None:
     """Class token at place 0, patches at 1 to 16: places 2, 4, 6 merge into place 1."""
-    case = models_timm_vit.CASES["class-odd"]
+    case = timm_vit.CASES["class-odd"]
     model, images = case.model(), case.images()
     every_key_alike(model)
     groups = merged_groups(model, images, r=[3, 0, 0])
@@ -101,12 +101,12 @@ def test_lower_index_wins_by_hand() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        models_timm_vit.CASES["class-odd"],
-        models_timm_vit.CASES["gap-no-class"],
-        models_timm_vit.CASES["registers-no-class"],
-        models_timm_vit.CASES["distilled"],
-        models_transformers.CASES["vit"],
-        models_transformers.CASES["registers"],
+        timm_vit.CASES["class-odd"],
+        timm_vit.CASES["gap-no-class"],
+        timm_vit.CASES["registers-no-class"],
+        timm_vit.CASES["distilled"],
+        transformers_vit.CASES["vit"],
+        transformers_vit.CASES["registers"],
     ],
     ids=lambda case: case.name,
 )
@@ -122,8 +122,8 @@ def test_nothing_but_ties_in_every_layer(case: object, r: int, order: str) -> No
 @pytest.mark.parametrize("name", ["no-positions", "no-class"])
 def test_a_few_kinds_of_patches(name: str, r: int, order: str) -> None:
     options = {"no-positions": {}, "no-class": {"class_token": False, "global_pool": "avg"}}[name]
-    build: Callable[[], nn.Module] = lambda: models_timm_vit.vit(pos_embed="none", **options)  # noqa: E731
-    model = models_timm_vit.Case("ties", build, (32, 32)).model()
+    build: Callable[[], nn.Module] = lambda: timm_vit.vit(pos_embed="none", **options)  # noqa: E731
+    model = timm_vit.Case("ties", build, (32, 32)).model()
     keys_by_kind(model)
     kinds = torch.randint(4, (3, PATCHES), generator=torch.Generator().manual_seed(r))
     kinds[2] = 1
@@ -135,7 +135,7 @@ def test_a_few_kinds_of_patches(name: str, r: int, order: str) -> None:
 @pytest.mark.parametrize("r", [1, 4, 8])
 def test_tiles_of_one_image_may_merge_either_way(r: int) -> None:
     """An image of identical tiles without positions: whichever tokens merge, the output is the same."""
-    case = models_timm_vit.CASES["no-positions"]
+    case = timm_vit.CASES["no-positions"]
     model = case.model()
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64).repeat(1, 1, 4, 4)
     with torch.no_grad():

@@ -18,8 +18,8 @@ from tests.parity.checks import (
     check_against_oracle,
     check_nothing_merged,
 )
-from tests.parity.models import Case
-from tests.parity.models_timm_eva import ATTENTION, CASES, DINOV3, ROTARY, eva, named
+from tests.parity.models.cases import Case
+from tests.parity.models.timm_eva import ATTENTION, CASES, DINOV3, ROTARY, eva, named
 
 every_case = pytest.mark.parametrize("name", CASES)
 

@@ -12,7 +12,7 @@ from tests.parity.checks import (
     ask_oracle,
     check_against_oracle,
 )
-from tests.parity.models_timm_vit import CASES
+from tests.parity.models.timm_vit import CASES
 
 every_case = pytest.mark.parametrize("name", CASES)
 

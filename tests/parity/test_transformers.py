@@ -7,25 +7,25 @@ import torch
 
 import vitrail
 from tests.oracle import describe
-from tests.parity import (
-    models_transformers,
-    models_transformers_beit,
-    models_transformers_clip,
-    models_transformers_dinov3,
-)
 from tests.parity.checks import (
     SETTINGS,
     Setting,
     ask_oracle,
     check_against_oracle,
 )
+from tests.parity.models import (
+    transformers_beit,
+    transformers_clip,
+    transformers_dinov3,
+    transformers_vit,
+)
 from vitrail.errors import UnsupportedInput
 
 CASES = {
-    **models_transformers.CASES,
-    **models_transformers_clip.CASES,
-    **{f"beit-{name}": case for name, case in models_transformers_beit.CASES.items()},
-    **{f"dinov3-{name}": case for name, case in models_transformers_dinov3.CASES.items()},
+    **transformers_vit.CASES,
+    **transformers_clip.CASES,
+    **{f"beit-{name}": case for name, case in transformers_beit.CASES.items()},
+    **{f"dinov3-{name}": case for name, case in transformers_dinov3.CASES.items()},
 }
 every_case = pytest.mark.parametrize("name", CASES)
 

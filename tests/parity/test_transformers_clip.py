@@ -11,8 +11,8 @@ from torch import nn
 
 import vitrail
 from tests.oracle import describe, run
-from tests.parity.models import Case, require
-from tests.parity.models_transformers_clip import with_text
+from tests.parity.models.cases import Case, require
+from tests.parity.models.transformers_clip import with_text
 
 KINDS: dict[str, type[hf.PreTrainedModel]] = {"clip": hf.CLIPModel, "siglip": hf.SiglipModel}
 every_kind = pytest.mark.parametrize("kind", KINDS)

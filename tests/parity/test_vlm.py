@@ -11,8 +11,8 @@ from torch import Tensor
 
 import vitrail
 from tests.parity.checks import assert_restored, fingerprint
-from tests.parity.models import require
-from tests.parity.models_vlm import MODELS, PAD, RELATED, Inputs, Vlm, named, prompt
+from tests.parity.models.cases import require
+from tests.parity.models.vision_language import MODELS, PAD, RELATED, Inputs, Vlm, named, prompt
 from vitrail.adapters import find
 from vitrail.errors import AlreadyApplied, NotApplied, UnsupportedInput
 

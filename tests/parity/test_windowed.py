@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.oracle.windows import run
-from tests.parity.models import Case, outputs_of
-from tests.parity.models_windowed import CASES, DESCRIBE
+from tests.parity.models.cases import Case, outputs_of
+from tests.parity.models.windowed import CASES, DESCRIBE
 
 everywhere = pytest.mark.parametrize("name", CASES)
 

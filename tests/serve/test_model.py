@@ -9,7 +9,7 @@ import transformers as hf
 from PIL import Image
 
 import vitrail
-from tests.parity.models import redraw
+from tests.parity.models.cases import redraw
 from vitrail.data import InputSpec
 from vitrail.serve import ServedModel
 

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.parity.models import Case, outputs_of
-from tests.parity.models_open_clip import CASES as OPEN_CLIP
-from tests.parity.models_timm_beit import CASES as BEIT
-from tests.parity.models_timm_eva import CASES as EVA
-from tests.parity.models_timm_relpos import CASES as RELPOS
-from tests.parity.models_timm_vit import CASES as VIT
-from tests.parity.models_torchvision import CASES as TORCHVISION
-from tests.parity.models_transformers import CASES as TRANSFORMERS
-from tests.parity.models_transformers_aimv2 import CASES as AIMV2
-from tests.parity.models_transformers_audio import CASES as AUDIO
-from tests.parity.models_transformers_beit import CASES as HF_BEIT
-from tests.parity.models_transformers_clip import CASES as CLIP
-from tests.parity.models_transformers_dinov3 import CASES as DINOV3
-from tests.parity.models_transformers_relatives import CASES as RELATIVES
-from tests.parity.models_transformers_video import CASES as VIDEO
-from tests.parity.models_transformers_vjepa2 import CASES as VJEPA2
+from tests.parity.models.cases import Case, outputs_of
+from tests.parity.models.open_clip_towers import CASES as OPEN_CLIP
+from tests.parity.models.timm_beit import CASES as BEIT
+from tests.parity.models.timm_eva import CASES as EVA
+from tests.parity.models.timm_relpos import CASES as RELPOS
+from tests.parity.models.timm_vit import CASES as VIT
+from tests.parity.models.torchvision_vit import CASES as TORCHVISION
+from tests.parity.models.transformers_aimv2 import CASES as AIMV2
+from tests.parity.models.transformers_audio import CASES as AUDIO
+from tests.parity.models.transformers_beit import CASES as HF_BEIT
+from tests.parity.models.transformers_clip import CASES as CLIP
+from tests.parity.models.transformers_dinov3 import CASES as DINOV3
+from tests.parity.models.transformers_relatives import CASES as RELATIVES
+from tests.parity.models.transformers_video import CASES as VIDEO
+from tests.parity.models.transformers_vit import CASES as TRANSFORMERS
+from tests.parity.models.transformers_vjepa2 import CASES as VJEPA2
 from vitrail.adapters import find
 
 ALL: dict[str, Case] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.adapters.test_vitrail import lively, random_images
-from tests.parity.models import Case
+from tests.parity.models.cases import Case
 from tests.surgery.models import ALL, FEW, distance, flops_that_run, run
 from vitrail.errors import AlreadyApplied, InvalidOption, ModelLoadError, NotApplied, UnsupportedInput, UnsupportedModel
 from vitrail.models import create_model

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 import vitrail
-from tests.parity.models import redraw
+from tests.parity.models.cases import redraw
 from vitrail.data import InputSpec, to_tensor
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}

@@ -23,8 +23,8 @@ from vitrail._arguments import checked
 from vitrail.adapters.forward_pass import ForwardEntry
 from vitrail.adapters.position import Position as Position
 from vitrail.adapters.position import Rotary as Rotary
+from vitrail.data.labels.targets import TargetSpec
 from vitrail.data.spec import InputSpec
-from vitrail.data.targets import TargetSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 

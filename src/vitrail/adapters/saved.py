@@ -14,7 +14,7 @@ from vitrail._arguments import checked
 from vitrail._checks import as_path, check_sizes
 from vitrail._reading import read_text
 from vitrail.adapters.base import Library
-from vitrail.data.targets import TargetSpec
+from vitrail.data.labels.targets import TargetSpec
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, LABELS_ATTRIBUTE, WEIGHTS
 from vitrail.models.weights_file import read_tensors

@@ -20,8 +20,8 @@ from vitrail.adapters.forward_pass import FeaturesEntry, hand_over
 from vitrail.adapters.named_block import TIMM_NAMES, NamedBlock
 from vitrail.adapters.position import Position, Rotary
 from vitrail.adapters.saved import EMBEDDED, PREFIX, load_saved, named
+from vitrail.data.labels.targets import TargetSpec
 from vitrail.data.spec import MEAN, STD, InputSpec
-from vitrail.data.targets import TargetSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, TalkingHeadsAttention

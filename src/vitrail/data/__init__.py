@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 from vitrail._deprecation import renamed_attributes
 
 if TYPE_CHECKING:
-    from vitrail.data.audio import Sound
     from vitrail.data.dataset import Dataset, open_dataset
     from vitrail.data.decode import MAX_PIXELS, as_rgb, check_image, find_images, read_image
+    from vitrail.data.media.audio import Sound
+    from vitrail.data.media.sampling import FrameSampling, Spectrogram
+    from vitrail.data.media.video import Clip
     from vitrail.data.sample import Batch, Sample
     from vitrail.data.sample_images import samples
-    from vitrail.data.sampling import FrameSampling, Spectrogram
     from vitrail.data.sources import Arrays, Source
     from vitrail.data.spec import InputSpec, to_tensor
-    from vitrail.data.video import Clip
 
 __all__ = [
     "MAX_PIXELS",
@@ -52,15 +52,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "audio": ("Sound",),
+    "media.audio": ("Sound",),
     "dataset": ("Dataset", "open_dataset"),
     "decode": ("MAX_PIXELS", "as_rgb", "check_image", "find_images", "read_image"),
     "sample": ("Batch", "Sample"),
     "sample_images": ("samples",),
-    "sampling": ("FrameSampling", "Spectrogram"),
+    "media.sampling": ("FrameSampling", "Spectrogram"),
     "sources": ("Arrays", "Source"),
     "spec": ("InputSpec", "to_tensor"),
-    "video": ("Clip",),
+    "media.video": ("Clip",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -27,18 +27,18 @@ from vitrail._arguments import checked
 from vitrail._checks import as_tuple, check_int, check_rank, check_share, is_int
 from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
-from vitrail.data.columns import likely_kind, read_classes, read_kinds, read_several, read_values
 from vitrail.data.decode import as_image, center_crop, center_square
+from vitrail.data.labels.columns import likely_kind, read_classes, read_kinds, read_several, read_values
+from vitrail.data.labels.targets import CLASSES, MASK, MASK_CLASSES, Kind, Targets, TargetSpec, is_known, spans
 from vitrail.data.loading.order import generator
-from vitrail.data.recording import Recording
+from vitrail.data.media.recording import Recording
+from vitrail.data.media.sampling import DEFAULTS
 from vitrail.data.sample import UNKNOWN, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
-from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources import Labels, Source, open_source
 from vitrail.data.sources.base import LABEL
 from vitrail.data.sources.decoded import DecodedSource
 from vitrail.data.spec import InputSpec, to_tensor
-from vitrail.data.targets import CLASSES, MASK, MASK_CLASSES, Kind, Targets, TargetSpec, is_known, spans
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 
 TAKES = {"video": "video clips", "audio": "sounds", "array": "arrays"}
@@ -58,7 +58,7 @@ class Dataset:
 
     Attributes:
         labels: (N, W): a class number for each label column, in int64, -1 for none. With other targets than classes it
-            is float32, and a column may take several places: see `vitrail.data.targets`.
+            is float32, and a column may take several places: see `vitrail.data.labels.targets`.
         classes: names of the classes by label column, in the order of ``labels``; of a regression, the column itself.
         targets: what label columns hold, for those that hold no classes.
         num_unlabeled: how many samples of the source were left out because they have no label.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail._arguments import checked
 from vitrail._checks import check, shown
-from vitrail.data.sampling import DEFAULTS, FrameSampling, Spectrogram
+from vitrail.data.media.sampling import DEFAULTS, FrameSampling, Spectrogram
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.data.decode import as_rgb
-from vitrail.data.video import require
+from vitrail.data.media.video import require
 from vitrail.drawing.glass import paint
 from vitrail.drawing.sheet import INK, PAPER
 from vitrail.errors import InvalidOption, UnsupportedInput

@@ -8,10 +8,10 @@ import numpy as np
 from PIL import Image
 
 from vitrail._arguments import fitting
-from vitrail.data.audio import Sound
-from vitrail.data.sampling import Spectrogram
+from vitrail.data.media.audio import Sound
+from vitrail.data.media.sampling import Spectrogram
+from vitrail.data.media.video import Clip
 from vitrail.data.spec import InputSpec
-from vitrail.data.video import Clip
 from vitrail.drawing.film import Film, film, filmstrip
 from vitrail.drawing.glass import stained_glass
 from vitrail.drawing.sheet import contact_sheet

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.data.sampling import Spectrogram
+from vitrail.data.media.sampling import Spectrogram
 from vitrail.drawing.colors import colors
 from vitrail.drawing.glass import stained_glass
 from vitrail.drawing.sheet import INK, PAPER

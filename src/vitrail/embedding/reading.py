@@ -21,7 +21,7 @@ from vitrail._checks import check_choice, check_int
 from vitrail._distributed import cpu_count
 from vitrail.data.dataset import Dataset
 from vitrail.data.decode import as_image, center_crop, scaled_decoding
-from vitrail.data.recording import Recording
+from vitrail.data.media.recording import Recording
 from vitrail.data.sample import Sample
 from vitrail.data.spec import InputSpec
 from vitrail.errors import EmbeddingError, ImageError, UnsupportedInput

@@ -20,8 +20,8 @@ from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
 from vitrail.runtime.block_forward import Carried
 from vitrail.runtime.guide import current_guide, method_maps
-from vitrail.runtime.packed import begin_packed
 from vitrail.runtime.plan import BlockPlan, Plan
+from vitrail.runtime.sequences.packed import begin_packed
 from vitrail.runtime.side_tokens import deliver
 from vitrail.runtime.trace import is_tracking
 from vitrail.tokens import TokenLayout

@@ -23,7 +23,7 @@ from vitrail.merging.foresight import Foresight
 from vitrail.merging.restoring import Restorer
 from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
-from vitrail.runtime.shortening import Shortening
+from vitrail.runtime.sequences.shortening import Shortening
 from vitrail.runtime.side_tokens import SideTokens
 from vitrail.runtime.windows.tiling import Tiling
 from vitrail.tokens import TokenLayout

@@ -15,11 +15,11 @@ from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
 from vitrail.data.augment.arrays import REACH, ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.dataset import Dataset, open_dataset
+from vitrail.data.labels.targets import MASK, spans
+from vitrail.data.media.sampling import DEFAULTS
 from vitrail.data.sample import TensorSpec
-from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources.arrays import byte_statistics
 from vitrail.data.spec import InputSpec
-from vitrail.data.targets import MASK, spans
 from vitrail.errors import InvalidOption
 from vitrail.training.config import Config
 from vitrail.training.config.config import NO_LABELS

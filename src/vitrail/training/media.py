@@ -11,7 +11,7 @@ from vitrail.adapters import load_model
 from vitrail.adapters.registry import declared_spec, split_name
 from vitrail.adapters.saved import is_saved, load_saved, model_folder, named, read_labels
 from vitrail.data.dataset import Dataset
-from vitrail.data.sampling import DEFAULTS, Spectrogram
+from vitrail.data.media.sampling import DEFAULTS, Spectrogram
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ImageError, InvalidOption
 from vitrail.training.config import Config

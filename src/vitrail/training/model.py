@@ -17,11 +17,11 @@ from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels, read_targets
 from vitrail.adapters.vitrail import with_kinds
 from vitrail.data.dataset import Dataset
+from vitrail.data.labels.targets import Targets
 from vitrail.data.loading.order import mix
 from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.spec import MEAN, STD, InputSpec
-from vitrail.data.targets import Targets
 from vitrail.errors import InvalidOption, ModelLoadError, VitrailError
 from vitrail.merging.methods.learned import LearnedMethod
 from vitrail.models import MODELS, ViT

@@ -39,9 +39,9 @@ from vitrail.adapters.saved import (
     saved_library,
 )
 from vitrail.analysis.roles import Disagreement
+from vitrail.data.labels.targets import TargetSpec
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
-from vitrail.data.targets import TargetSpec
 from vitrail.errors import InvalidOption, ModelLoadError, TrainingError, UnsupportedModel
 from vitrail.models.saving import CONFIG
 from vitrail.surgery import Merging

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vitrail.data.targets import TargetSpec
+from vitrail.data.labels.targets import TargetSpec
 from vitrail.training.evaluation.tallies import PixelTally, SeveralTally, ValueTally, average_precision
 from vitrail.training.objective.targets import Target
 

@@ -21,22 +21,22 @@ from vitrail.models.weights_file import only_weights
 
 FAMILIES = (
     "aimv2",
-    "audio_spectrogram",
     "beit",
     "clip",
     "dinov3",
     "pixio",
-    "qwen_vl",
     "radio",
-    "sam",
-    "sam2",
     "siglip2",
-    "swin",
-    "video",
     "vit",
     "vit_mae",
-    "vjepa2",
-    "vlm",
+    "language.qwen_vl",
+    "language.vlm",
+    "media.audio_spectrogram",
+    "media.video",
+    "media.vjepa2",
+    "windows.sam",
+    "windows.sam2",
+    "windows.swin",
 )
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""
 

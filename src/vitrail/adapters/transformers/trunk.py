@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter, VisualTokens, around, known_block, parameters_by_role
 from vitrail.adapters.forward_pass import EntryPoint
-from vitrail.adapters.transformers.projector import patches_per_token, projectors, visual_tokens
+from vitrail.adapters.transformers.language.projector import patches_per_token, projectors, visual_tokens
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import Role, TokenLayout

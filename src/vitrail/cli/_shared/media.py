@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.cli._shared import console
 from vitrail.data import Clip, Dataset, InputSpec, Sound, check_image, open_dataset, to_tensor
-from vitrail.data.media import MEDIA as FILES
+from vitrail.data.media.registry import MEDIA as FILES
 from vitrail.errors import ImageError, UnsupportedInput
 
 RANDOM_INPUTS = ("bench", "export")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vitrail._checks import as_path
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
-from vitrail.data.masks import MaskReader
-from vitrail.data.media import MEDIA, check_modality, endings_of, modality_of
+from vitrail.data.labels.masks import MaskReader
+from vitrail.data.media.registry import MEDIA, check_modality, endings_of, modality_of
 from vitrail.data.remote import find_remote, is_remote
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Labels, Source, distinct, matching

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vitrail.data.recording import Recording
+from vitrail.data.media.recording import Recording
 from vitrail.data.sample import Sample, TensorSpec
 from vitrail.data.sources.arrays import byte_statistics, number_statistics
 from vitrail.data.sources.base import Labels, Source

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.data.decode import decode_image, find_images, read_image
-from vitrail.data.masks import FOREGROUND, MaskReader
-from vitrail.data.media import recording, require
+from vitrail.data.labels.masks import FOREGROUND, MaskReader
+from vitrail.data.media.registry import recording, require
 from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import LABEL, Labels, Source, clean, number_classes

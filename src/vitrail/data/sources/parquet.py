@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.decode import EXTENSIONS, decode_image
-from vitrail.data.masks import FOREGROUND, MaskReader
-from vitrail.data.media import MEDIA, recording, require
+from vitrail.data.labels.masks import FOREGROUND, MaskReader
+from vitrail.data.media.registry import MEDIA, recording, require
 from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Box, Sample
 from vitrail.data.sources.base import LABEL, MAX_CLASSES, Labels, Source, clean, likely_label, number_classes

@@ -9,8 +9,8 @@ from typing import Any
 
 from vitrail._wording import counted
 from vitrail.data.decode import read_image
-from vitrail.data.masks import MaskReader
-from vitrail.data.media import MEDIA, recording, require
+from vitrail.data.labels.masks import MaskReader
+from vitrail.data.media.registry import MEDIA, recording, require
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import LABEL, Labels, Source, clean, likely_label, number_classes
 from vitrail.errors import ImageError, InvalidOption

@@ -32,7 +32,7 @@ from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, model_shape
 from vitrail.runtime.plan import Plan, parse_map
-from vitrail.runtime.shortening import Shortening
+from vitrail.runtime.sequences.shortening import Shortening
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
 from vitrail.surgery._pretrained import attach, detach
@@ -545,7 +545,7 @@ class Merging(Handle):
                 own resolution. For models of video or audio: clips or sounds, or paths of their files.
         """
         from vitrail.data.decode import read_images
-        from vitrail.data.media import MEDIA, read_recordings
+        from vitrail.data.media.registry import MEDIA, read_recordings
         from vitrail.data.spec import to_tensor
         from vitrail.drawing import draw_groups
         from vitrail.drawing.film import Film

@@ -12,7 +12,7 @@ from typing import Any
 
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import named
-from vitrail.data.targets import KINDS
+from vitrail.data.labels.targets import KINDS
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec

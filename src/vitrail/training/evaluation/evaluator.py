@@ -17,13 +17,13 @@ from vitrail._checks import check_choice, is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
-from vitrail.data.columns import plain_name
 from vitrail.data.dataset import open_dataset
+from vitrail.data.labels.columns import plain_name
+from vitrail.data.labels.targets import MASK_CLASSES, TargetSpec
 from vitrail.data.loading.loader import Keep, make_loader
-from vitrail.data.sampling import DEFAULTS
+from vitrail.data.media.sampling import DEFAULTS
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
-from vitrail.data.targets import MASK_CLASSES, TargetSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge

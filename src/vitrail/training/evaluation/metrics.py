@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitrail._distributed import all_gather, rank_and_world_size
 from vitrail.analysis.roles import Disagreement, disagreement
-from vitrail.data.targets import CLASSES, TargetSpec, spans
+from vitrail.data.labels.targets import CLASSES, TargetSpec, spans
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
 from vitrail.training.evaluation.tallies import ClassTally, Tally, all_reduce, make_tally

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from vitrail.data.dataset import Dataset
+from vitrail.data.labels.targets import TargetSpec
 from vitrail.data.loading.loader import make_loader
 from vitrail.data.spec import InputSpec
-from vitrail.data.targets import TargetSpec
 from vitrail.embedding.output import rows_of
 from vitrail.embedding.ray_engine import Task, map_shards, on_device, portable
 from vitrail.errors import ImageError

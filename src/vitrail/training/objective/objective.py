@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.data.targets import Kind, TargetSpec
+from vitrail.data.labels.targets import Kind, TargetSpec
 from vitrail.errors import InvalidOption
 from vitrail.heads import Output
 from vitrail.heads.pooling import linear

@@ -8,8 +8,8 @@ from math import isqrt
 
 from torch import Tensor, nn
 
+from vitrail.data.labels.targets import CLASSES, Kind, TargetSpec, spans
 from vitrail.data.sources.base import LABEL
-from vitrail.data.targets import CLASSES, Kind, TargetSpec, spans
 from vitrail.errors import InvalidOption
 from vitrail.heads.by_role import PATCH, Output
 from vitrail.models import ViT

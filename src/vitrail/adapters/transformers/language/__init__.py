@@ -1,0 +1,1 @@
+"""Vision towers of models with a language model behind them."""

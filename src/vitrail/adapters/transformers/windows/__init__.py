@@ -1,0 +1,1 @@
+"""Encoders whose layers attend in windows."""

@@ -1,0 +1,1 @@
+"""Clips and sounds: their files, decoding, and what a model sees of one."""

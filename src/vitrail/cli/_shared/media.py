@@ -25,7 +25,7 @@ RANDOM_INPUTS = ("bench", "export")
 WHOLE_DATASETS = ("embed", "predict")
 """Commands that run a model on every sample of a dataset, of any medium."""
 
-READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect")
+READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect", "web")
 """Commands for every medium that has files."""
 
 
@@ -62,7 +62,7 @@ def _batch(recording: Any, spec: InputSpec) -> Tensor:
 MEDIA = {
     "image": Medium(
         "images",
-        (*READING, "demo", "serve", "web"),
+        (*READING, "demo", "serve"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
     ),

@@ -8,6 +8,11 @@ export function h(tag, props = {}, ...children) {
   return made;
 }
 
+/** Replace the children of an element; null stands for none. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.filter((child) => child !== null));
+}
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Return an SVG element. */

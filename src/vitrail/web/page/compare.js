@@ -2,7 +2,7 @@
 
 import { answerBars, tokensChart } from "./charts.js";
 import { costRows, settingControls } from "./controls.js";
-import { giga, h, milliseconds } from "./dom.js";
+import { h, operations } from "./dom.js";
 import { Picture, paintGlass } from "./draw.js";
 import { tokensOf } from "./grid.js";
 
@@ -54,7 +54,7 @@ export class Compare {
     canvas.dataset.shown = JSON.stringify(setting);
     answer.replaceChildren(result.heads.length ? answerBars(plain.heads[0].top, result.heads[0].top) : "");
     chart.replaceChildren(tokensChart(result.tokens, tokensOf(info), -1));
-    cost.replaceChildren(...costRows(result, info, milliseconds, giga).flatMap(([what, value, note]) => [
+    cost.replaceChildren(...costRows(result, info).flatMap(([what, value, note]) => [
       h("dt", {}, what), h("dd", {}, h("b", {}, value), note && h("span", { class: "soft" }, ` ${note}`))]));
     return { ...result, picture };
   }
@@ -72,7 +72,7 @@ export class Compare {
     const [first, second] = results.map((result) => result.groups.at(-1));
     const grids = ["", "2"].map((end) => String(this.app.infos.get(this.app.state[`model${end}`]).grid));
     const parts = [`Left ${left.tokens.at(-1)} tokens, right ${right.tokens.at(-1)}`];
-    parts.push(`${giga(left.flops.after)} G against ${giga(right.flops.after)} G multiply-adds`);
+    parts.push(`${operations(left.flops.after)} against ${operations(right.flops.after)} multiply-adds`);
     if (left.heads.length && right.heads.length) {
       const [one, other] = results.map((result) => result.heads[0].top[0].class);
       parts.push(one === other ? `both answer ${one}` : `left answers ${one}, right ${other}`);

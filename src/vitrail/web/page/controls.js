@@ -1,7 +1,7 @@
 // The controls of one setting: how much merges, by which method, with which schedule.
 
 import { tokensOf } from "./grid.js";
-import { choice, fillChoice, h, pills, plural, slider } from "./dom.js";
+import { choice, fillChoice, h, milliseconds, operations, pills, slider } from "./dom.js";
 
 /** Build the controls of a setting; `end` is "2" for the second one of a comparison, `withModel` offers several models. */
 export function settingControls(app, end = "", withModel = false) {
@@ -43,12 +43,12 @@ export function settingControls(app, end = "", withModel = false) {
 }
 
 /** Describe a result's cost in words and numbers: [what, value, compared]. */
-export function costRows(result, info, milliseconds, giga) {
+export function costRows(result, info) {
   const { before, after } = result.flops;
   const saved = Math.round(100 * (1 - after / before));
   return [
     ["Tokens at the end", `${result.tokens.at(-1)} of ${tokensOf(info)}`, ""],
-    ["Multiply-adds", `${giga(after)} G`, saved ? `${saved} % fewer than ${giga(before)} G` : "as without merging"],
+    ["Multiply-adds", operations(after), saved ? `${saved} % fewer than ${operations(before)}` : "as without merging"],
     [`Time of one ${{ video: "clip", audio: "sound" }[info.modality] ?? "image"}`, milliseconds(result.seconds), "the faster of two passes"],
     ["Cosine with the unmerged output", result.cosine === null ? "–" : result.cosine.toFixed(4), ""],
   ];

@@ -2,7 +2,7 @@
 
 import { answerBars, normsChart, tokensChart } from "./charts.js";
 import { costRows, describeGroup, settingControls } from "./controls.js";
-import { card, choice, fill, fillChoice, giga, h, milliseconds, pills, slider } from "./dom.js";
+import { card, choice, fill, fillChoice, h, pills, short, slider } from "./dom.js";
 import { tokensOf } from "./grid.js";
 import { fit, outline, paintColors, paintGlass, paintImage, paintLeads, paintMap, range } from "./draw.js";
 
@@ -65,6 +65,7 @@ export class Explore {
         : card("Test-time registers", h("p", { class: "soft" }, "This page runs in your browser and cannot change the model. Run vitrail web on your own machine for them.")),
     );
     const left = h("div", { class: "cards" }, stage, card("Norms of the tokens", this.norms, this.verdict));
+    left.lastChild.classList.add("norms");
     document.getElementById("panel-explore").append(h("div", { class: "two" }, left, right));
   }
 
@@ -109,7 +110,7 @@ export class Explore {
     this.#writeAnswer(result);
     this.chart.replaceChildren(tokensChart(result.tokens, tokensOf(app.info), app.state.layer));
     this.cost.replaceChildren(
-      ...costRows(result, app.info, milliseconds, giga).flatMap(([what, value, note]) => [
+      ...costRows(result, app.info).flatMap(([what, value, note]) => [
         h("dt", {}, what), h("dd", {}, h("b", {}, value), note && h("span", { class: "soft" }, ` ${note}`)),
       ]),
     );
@@ -177,7 +178,7 @@ export class Explore {
     context.clearRect(0, 0, picture.width, picture.height);
     const groups = this.result?.groups[state.layer];
     const selected = state.query - info.special.length;
-    const lit = this.hovered ?? (selected >= 0 ? selected : null);
+    const lit = this.hovered ?? (selected >= 0 && state.query > 0 ? selected : null); // 0 is where a page starts
     if (groups && lit !== null) {
       const inside = (patch) => groups[patch] === groups[lit];
       if (state.paint === "glass" || state.paint === "image") {
@@ -186,7 +187,7 @@ export class Explore {
       }
       outline(context, picture, inside, "#fff7e0", 3.5);
     }
-    if (selected >= 0) outline(context, picture, (patch) => patch === selected, "#f0b35a", 4);
+    if (selected >= 0 && state.query > 0) outline(context, picture, (patch) => patch === selected, "#f0b35a", 4);
   }
 
   #patchOf(event) {
@@ -322,12 +323,12 @@ export class Explore {
       const map = (values, text) => {
         const canvas = h("canvas", { "aria-hidden": "true" });
         paintMap(canvas, app.picture, values, low, high);
-        return h("figure", { class: "map" }, canvas, h("figcaption", {}, `${text}: largest norm ${Math.max(...values).toFixed(0)}`));
+        return h("figure", { class: "map" }, canvas, h("figcaption", {}, `${text}: largest norm ${short(Math.max(...values))}`));
       };
       const count = Object.values(answer.neurons).flat().length;
       this.registers.replaceChildren(
-        h("div", { class: "small-maps" }, map(answer.before, "without"), map(answer.after, "with a register")),
-        h("p", { class: "soft" }, `${count} neurons moved, of layers ${Object.keys(answer.neurons).join(", ")}; the register's norm behind layer ${answer.layer} is ${answer.register.map((norm) => norm.toFixed(0)).join(", ")}. Unmerged model, special tokens not shown (${special}).`),
+        h("div", { class: "small-maps wide" }, map(answer.before, "without"), map(answer.after, "with a register")),
+        h("p", { class: "soft" }, `${count} neurons moved, of layers ${Object.keys(answer.neurons).join(", ")}; the register's norm behind layer ${answer.layer} is ${answer.register.map((norm) => short(norm)).join(", ")}. Unmerged model, special tokens not shown (${special}).`),
       );
     } catch (error) {
       this.registers.replaceChildren(h("p", { class: "note", role: "status" }, error.message));

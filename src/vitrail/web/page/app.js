@@ -3,7 +3,7 @@
 import { BackendError, openBackend } from "./backend.js";
 import { Compare } from "./compare.js";
 import { arrows, fillChoice, h, saveBlob } from "./dom.js";
-import { Picture } from "./draw.js";
+import { Picture, sideBySide } from "./draw.js";
 import { Explore } from "./explore.js";
 import { tokensOf } from "./grid.js";
 import { pythonOf } from "./python.js";
@@ -253,8 +253,8 @@ class App {
     window.addEventListener("hashchange", () => location.reload());
     this.#wireTheme();
     find("save-png").addEventListener("click", () => {
-      const canvas = document.querySelector("#main [role=tabpanel]:not([hidden]) canvas.painting");
-      canvas.toBlob((blob) => saveBlob(blob, `${this.#fileName()}.png`));
+      const shown = document.querySelectorAll("#main [role=tabpanel]:not([hidden]) canvas.painting");
+      sideBySide([...shown]).toBlob((blob) => saveBlob(blob, `${this.#fileName()}.png`));
     });
     find("save-json").addEventListener("click", () => {
       const data = { model: this.state.model, image: this.name, choice: this.state, ...this.panels[this.state.tab].data() };

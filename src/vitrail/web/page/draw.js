@@ -181,6 +181,21 @@ function begin(canvas, picture) {
   return context;
 }
 
+/** Return paintings as one, from left to right. */
+export function sideBySide(canvases) {
+  if (canvases.length === 1) return canvases[0];
+  const made = document.createElement("canvas");
+  const gap = 16;
+  made.width = canvases.reduce((sum, canvas) => sum + canvas.width + gap, -gap);
+  made.height = Math.max(...canvases.map((canvas) => canvas.height));
+  let left = 0;
+  for (const canvas of canvases) {
+    made.getContext("2d").drawImage(canvas, left, 0);
+    left += canvas.width + gap;
+  }
+  return made;
+}
+
 export function paintImage(canvas, picture) {
   begin(canvas, picture).drawImage(picture.frames, 0, 0);
 }

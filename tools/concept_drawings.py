@@ -1,4 +1,7 @@
-"""Draw the figures of the concept pages: ``docs/images/concept-*.svg``. Layouts and weights are computed by the library."""
+"""Draw the figures of the concept pages: ``docs/images/concept-*.svg``.
+
+Layouts and weights are computed by the library.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,7 @@ def draw_class_attention() -> None:
     drawing.arrow(24, 92, 82, 92)
     drawing.text(50, 80, "patches", 13, SOFT)
     drawing.text(264, 36, "patch stage: × depth", 15)
-    drawing.text(526, 70, "patches, no longer updated", 13, SOFT)
+    drawing.text(470, 80, "patches, no longer updated", 13, SOFT, "start")
     drawing.text(690, 36, "class-attention stage: × 2", 15)
     for block in range(2):
         x = 580 + 124 * block

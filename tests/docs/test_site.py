@@ -1,5 +1,7 @@
 """The documentation: all pages are in the navigation, all links lead somewhere, and the site builds."""
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -48,6 +50,28 @@ def test_every_page_is_in_the_navigation() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("**/*.md")}
     assert pages <= set(listed(config["nav"]))
+
+
+def test_links_lead_somewhere_on_the_site() -> None:
+    """The site has fewer files than a checkout: a link to a file of the repository may be broken there alone."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "tools" / "site_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    site_pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site_pages)
+    docs = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*") if path.is_file()}
+    sources = {site_pages.on_site(path): path for path in {*docs, *site_pages.outside()}}
+    generated = {f"reference/{name}.md" for name in ("index", "commands", *site_pages.PACKAGES)}
+    broken = []
+    for source in sorted(path for path in sources.values() if path.endswith(".md")):
+        for link in LINK.finditer(CODE.sub("", (ROOT / source).read_text(encoding="utf-8"))):
+            if not link["path"] or "://" in link["path"] or link["path"].startswith("mailto:"):
+                continue
+            target = site_pages.on_site(os.path.normpath(Path(source).parent / link["path"]))
+            if not {target, f"{target}/README.md"} & {*sources, *generated}:
+                broken.append(f"{source}: {link[0]}")
+    assert broken == []
 
 
 @pytest.mark.slow

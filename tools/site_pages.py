@@ -55,7 +55,7 @@ _CODE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, config: Any) -> Files:
     """Add the files outside ``docs/`` and the generated pages."""
     for path in outside():
-        files.append(File.generated(config, on_site(path), abs_src_path=str(ROOT / path)))
+        files.append(File.generated(config, site_uri(path), abs_src_path=str(ROOT / path)))
     for uri, text in {**_api_pages(), "reference/commands.md": _commands_page()}.items():
         files.append(File.generated(config, uri, content=text))
     return files
@@ -71,7 +71,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def moved(link: re.Match[str]) -> str:
         path = os.path.normpath(PurePosixPath(source).parent / link["target"])
-        uri = on_site(path)
+        uri = site_uri(path)
         if uri not in known:
             uri = f"{uri}/README.md" if f"{uri}/README.md" in known else uri
         target = link["target"] if uri not in known else os.path.relpath(uri, PurePosixPath(site).parent)
@@ -95,7 +95,7 @@ def outside() -> Iterator[str]:
         yield from sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
-def on_site(path: str) -> str:
+def site_uri(path: str) -> str:
     """Return the place on the site of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
@@ -109,7 +109,7 @@ def _in_repository(uri: str, docs: Path) -> str | None:
     """Return the path in the repository of a page of the site; None for generated pages."""
     if (docs / uri).is_file():
         return f"docs/{uri}"
-    return next((path for path in outside() if on_site(path) == uri), None)
+    return next((path for path in outside() if site_uri(path) == uri), None)
 
 
 def _api_pages() -> dict[str, str]:

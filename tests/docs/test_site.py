@@ -61,14 +61,14 @@ def test_links_lead_somewhere_on_the_site() -> None:
     site_pages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site_pages)
     docs = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*") if path.is_file()}
-    sources = {site_pages.on_site(path): path for path in {*docs, *site_pages.outside()}}
+    sources = {site_pages.site_uri(path): path for path in {*docs, *site_pages.outside()}}
     generated = {f"reference/{name}.md" for name in ("index", "commands", *site_pages.PACKAGES)}
     broken = []
     for source in sorted(path for path in sources.values() if path.endswith(".md")):
         for link in LINK.finditer(CODE.sub("", (ROOT / source).read_text(encoding="utf-8"))):
             if not link["path"] or "://" in link["path"] or link["path"].startswith("mailto:"):
                 continue
-            target = site_pages.on_site(os.path.normpath(Path(source).parent / link["path"]))
+            target = site_pages.site_uri(os.path.normpath(Path(source).parent / link["path"]))
             if not {target, f"{target}/README.md"} & {*sources, *generated}:
                 broken.append(f"{source}: {link[0]}")
     assert broken == []

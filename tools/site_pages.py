@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = (
     *("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"),
     *("benchmarks/**/*.md", "experiments/**/*.md", "experiments/**/*.png", "experiments/methods/*.py"),
-    *("recipes/*.yaml", "examples/*.ipynb", "src/vitrail/weights/*/CARD.md"),
+    *("recipes/*.yaml", "examples/*.ipynb", "src/vitrail/weights/*/CARD.md", "src/vitrail/web/page/icon.svg"),
 )
 """Files of the site that are not in ``docs/``, as patterns from the root of the repository."""
 
-RENAMED = {"README.md": "index.md", "src/vitrail/weights/": "weights/"}
+RENAMED = {"README.md": "index.md", "src/vitrail/weights/": "weights/", "src/vitrail/web/page/": "images/"}
 """Beginnings of paths that are others on the site."""
 
 PACKAGES = {
@@ -74,7 +74,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         uri = site_uri(path)
         if uri not in known:
             uri = f"{uri}/README.md" if f"{uri}/README.md" in known else uri
-        target = link["target"] if uri not in known else os.path.relpath(uri, PurePosixPath(site).parent)
+        if uri not in known:
+            return link[0]
+        from_url = link["before"] == 'src="'  # HTML is left as it is: its links start at the page's address
+        target = os.path.relpath(uri, page.file.url if from_url else PurePosixPath(site).parent)
         return f"{link['before']}{target}{link['after']}"
 
     pieces, at = [], 0

@@ -80,6 +80,12 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    pages = list((tmp_path / "site").glob("**/*.html"))
+    images = [
+        (page, source) for page in pages for source in re.findall(r'<img[^>]* src="([^":]+)"', page.read_text("utf-8"))
+    ]
+    assert len(images) > 30
+    assert [str(page) for page, source in images if not (page.parent / source).is_file()] == []
     commands = (tmp_path / "site" / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
     assert "--keep" in commands
     merge = (tmp_path / "site" / "reference" / "vitrail" / "index.html").read_text(encoding="utf-8")

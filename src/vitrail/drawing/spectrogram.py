@@ -36,6 +36,7 @@ def draw_sound(values: Any, groups: Any, sampling: Spectrogram) -> Image.Image:
             are gray.
     """
     groups = np.asarray(groups)
+    bands, frames = np.shape(values)
     panel = spectrogram_image(values, sampling).resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
     glass = stained_glass(panel, groups[::-1])
     titles = ("Spectrogram", f"{len(np.unique(groups))} groups of {groups.size} patches")
@@ -46,7 +47,7 @@ def draw_sound(values: Any, groups: Any, sampling: Spectrogram) -> Image.Image:
         sheet.paste(image, (LEFT, top))
         draw = ImageDraw.Draw(sheet)
         draw.text((LEFT, top - MARGIN // 2), title, INK, ImageFont.load_default(TITLE), anchor="ls")
-        _draw_axes(draw, top, *np.shape(values), sampling)
+        _draw_axes(draw, top, bands, frames, sampling)
     return sheet
 
 

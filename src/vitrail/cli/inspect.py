@@ -31,6 +31,7 @@ from vitrail.errors import ImageError, UnsupportedInput
 from vitrail.report import Report
 from vitrail.report.page.formatting import number, percent
 from vitrail.report.page.render import check_jinja
+from vitrail.report.verdict import confidence_words, recommendations
 
 NAMED = 5
 """Skipped images that are printed by name; the report lists more."""
@@ -217,14 +218,15 @@ def show(name: str, report: Report) -> None:
     rows = {
         "images": f"{report.data['images']}",
         "threshold of the norm": number(norms["threshold"]),
-        "outliers": f"{percent(norms['outlier_share'])} of patch tokens",
+        "high-norm tokens": f"{percent(norms['outlier_share'])} of patch tokens",
         "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
-        "confidence": percent(min(norms["confidence"] or 0, 0.999) or None),
+        "confidence": confidence_words(norms["confidence"], norms["num_images"]),
         "with test-time registers": cured,
         "skipped images": f"{problems['num_skipped']}",
         "images with non-finite values": f"{problems['num_not_finite_images']}",
     }
     console.say(report.verdict, style="bold")
+    console.say(f"Next: {recommendations(norms, report.registers, cure)[0].replace('`', '')}")
     known = report.model["name"]
     table = Table(title=Text(name if name == known else f"{name}, {known}"), box=box.SIMPLE, show_header=False)
     table.add_column(style="dim")

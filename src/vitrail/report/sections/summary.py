@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from vitrail.report import verdict
-from vitrail.report.page.blocks import Block, Bullets, Note, Table, Text
+from vitrail.report.page.blocks import Block, Bullets, Note, Table
 from vitrail.report.page.formatting import count, number, percent
 from vitrail.report.report import Report
 from vitrail.report.sections.base import Section
-
-FEW = 20
-"""Fewer images than these give a first impression only."""
 
 METHOD_INTRO = (
     "The model ran unchanged; tokens were recorded where they leave each block, before the final norm. Norms are "
@@ -29,20 +26,20 @@ def header(report: Report) -> dict[str, Any]:
         "badge": (norms["verdict"], verdict.BADGES[norms["verdict"]]),
         "verdict": report.verdict,
         "confidence": verdict.confidence_sentence(norms),
-        "cure": verdict.cure_sentence(report.cure) if "effect" in report.cure else None,
+        "next": verdict.recommendations(norms, report.registers, report.cure)[0],
         "alerts": [Note(" ".join(_alerts(report)))],
         "tiles": {
-            "tokens above the threshold": "none" if norms["threshold"] is None else percent(norms["outlier_share"]),
+            "high-norm tokens": "none" if norms["threshold"] is None else percent(norms["outlier_share"]),
             "threshold (norm)": number(norms["threshold"]),
             "typical norm": number(norms["typical"]),
-            "since layer": number(norms["onset"]),
+            "since layer (from 0)": number(norms["onset"]),
             "images": f"{report.data['images']:,}",
         },
     }
 
 
 def _alerts(report: Report) -> list[str]:
-    problems, images = report.problems, report.data["images"]
+    problems = report.problems
     alerts = []
     if problems["num_not_finite_tokens"]:
         alerts.append(
@@ -51,8 +48,6 @@ def _alerts(report: Report) -> list[str]:
         )
     if problems["num_skipped"]:
         alerts.append(f"{count(problems['num_skipped'], 'image')} could not be read and were skipped.")
-    if images < FEW:
-        alerts.append(f"Only {count(images, 'image')}: take every number below as a first impression.")
     return alerts
 
 
@@ -88,9 +83,10 @@ def _render_problems(report: Report) -> list[Block]:
     if problems["num_not_finite_tokens"]:
         rows = [[one["name"], one["layer"], one["tokens"]] for one in problems["not_finite"]]
         blocks.append(Table(["image", "layer", "tokens"], rows, "Non-finite values (at most 100 places)"))
-    return blocks or [Text("None: all images were read, and all values are finite.")]
+    return blocks
 
 
 NEXT = Section("next", "Recommendations", "Recommendations", "", _render_next)
 METHOD = Section("how", "Method and settings", "Method", METHOD_INTRO, _render_method)
-PROBLEMS = Section("problems", "Problems", "", "", _render_problems)
+NO_PROBLEMS = "none; all images were read, and all values are finite"
+PROBLEMS = Section("problems", "Problems", "", "", _render_problems, absent=lambda report: NO_PROBLEMS)

@@ -45,12 +45,12 @@ def verdict_sentence(norms: Values) -> str:
     return f"There is no clear answer: {norms['reason']}."
 
 
-def confidence_sentence(norms: Values) -> str:
+def confidence_sentence(norms: Values, noun: str = "image") -> str:
     """Return how sure the verdict is, and what that means; of few images, that it is a first impression."""
     if norms["num_images"] < FEW:
         return (
-            f"Only {count(norms['num_images'], 'image')}: take this as a first impression of the model, and every "
-            f"number below as one of these images. {CLEAR_ANSWER} or more give a clear answer in most cases."
+            f"Only {count(norms['num_images'], noun)}: take this as a first impression of the model, and every "
+            f"number below as one of these {noun}s. {CLEAR_ANSWER} or more give a clear answer in most cases."
         )
     value = confidence(norms["confidence"])
     if norms["verdict"] == "artifacts":

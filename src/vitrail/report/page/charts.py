@@ -17,6 +17,7 @@ from vitrail.report.page.formatting import number
 WIDTH, HEIGHT = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 44
 BASE = HEIGHT - BOTTOM
+FEWEST_TICKS = 3
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,13 @@ class Scale:
         if self.high < 3 * self.low:  # too little for round numbers of a logarithmic scale
             return replace(self, log=False).ticks()
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        steps: Sequence[float] = (1,) if len(decades) > 5 else (1, 3) if len(decades) > 2 else (1, 2, 3, 5, 7)
-        candidates = [one * 10.0**decade for decade in decades for one in steps]
-        inside = [one for one in candidates if self.low * 0.999 <= one <= self.high * 1.001]
-        return inside[:: math.ceil(len(inside) / 8)] if inside else [self.low, self.high]
+        inside: list[float] = []
+        for steps in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7)):
+            candidates = [one * 10.0**decade for decade in decades for one in steps]
+            inside = [one for one in candidates if self.low * 0.999 <= one <= self.high * 1.001]
+            if len(inside) >= FEWEST_TICKS:
+                break
+        return inside[:: math.ceil(len(inside) / 8)]
 
 
 class Distribution(NamedTuple):

@@ -54,7 +54,6 @@ def _environment() -> Environment:
         return Markup("").join(getattr(macros, type(block).__name__.lower())(block) for block in every)
 
     environment.globals["draw"] = draw
-    environment.globals["code"] = lambda text: environment.get_template("blocks.html").module.with_code(text)
     environment.globals["style"] = Markup(
         theme.css() + files("vitrail.report.page").joinpath("style.css").read_text("utf-8")
     )

@@ -87,6 +87,12 @@ def render(report: Report) -> list[Block]:
     return [Beside([table, *map(Note, dict.fromkeys(others))], [Text(EXPLANATION, "soft")]), *boxes]
 
 
+def absent(report: Report) -> str:
+    """Return why there are neither scores nor boxes."""
+    notes = [note for feature in OBJECT_FEATURES for note in _scores(report.discovery.get(feature) or {}, feature)[1]]
+    return "; ".join(dict.fromkeys(notes))
+
+
 def conclude(report: Report) -> str:
     """Return which method finds most objects, beside the baseline; nothing without true boxes."""
     scores: dict[str, Values] = {}
@@ -139,5 +145,5 @@ EXPLANATION = (
     "DINOv2, values for DeiT-III and OpenCLIP. Both are tried."
 )
 SECTION = Section(
-    "objects", "Object discovery", "Objects", "", render, compute, "discovery", "discovery", conclude=conclude
+    "objects", "Object discovery", "Objects", "", render, compute, "discovery", "discovery", conclude, absent
 )

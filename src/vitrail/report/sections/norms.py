@@ -45,7 +45,7 @@ def _conclude_images(report: Report) -> str:
     norms = report.norms
     if norms["threshold"] is None:
         return "No token stands far above the others, so none is marked."
-    many = f"{count(norms['images_with_outliers'], 'image')} of {norms['num_images']:,}"
+    many = f"{count(norms['images_with_outliers'], report.noun)} of {norms['num_images']:,}"
     kinds = {"artifacts": "artifact tokens", "content": "high-norm tokens, which content explains"}
     return f"{many} have {kinds.get(norms['verdict'], 'high-norm tokens, which may be artifacts')}."
 

@@ -84,11 +84,12 @@ def conclude(report: Report) -> str:
     """Return what normal patches and high-norm tokens know of their position, and which token knows the class best."""
     position, classes = report.probes.get("position") or {}, report.probes.get("classes") or {}
     sentences = []
-    scores = {kind: (one or {}).get("accuracy") for kind, one in (position.get("kinds") or {}).items()}
-    if scores.get("normal"):
-        more = f", a high-norm token in {percent(scores['outlier']['mean'])}" if scores.get("outlier") else ""
+    kinds = position.get("kinds") or {}
+    found = {kind: one["accuracy"]["mean"] for kind, one in kinds.items() if one and one.get("accuracy")}
+    if "normal" in found:
+        more = f", a high-norm token in {percent(found['outlier'])}" if "outlier" in found else ""
         sentences.append(
-            f"A normal patch knows its position in {percent(scores['normal']['mean'])} of cases{more} (chance "
+            f"A normal patch knows its position in {percent(found['normal'])} of cases{more} (chance "
             f"{percent(position['chance_accuracy'])})."
         )
     known = {name: one["accuracy"] for name, one in (classes.get("kinds") or {}).items() if one["accuracy"]}
@@ -126,7 +127,7 @@ def _class_blocks(values: Values) -> list[Block]:
         return [Note(values.get("note"))]
     known = {name: one for name, one in values["kinds"].items() if one["accuracy"] is not None}
     notes = dict.fromkeys(one["note"] for one in values["kinds"].values() if one["accuracy"] is None)
-    blocks: list[Block] = [*map(Note, notes)]
+    blocks: list[Block] = [Note("; ".join(notes))] if notes else []
     if known:
         rows = []
         for name, one in known.items():

@@ -10,6 +10,12 @@ from vitrail.report.page.formatting import count, number, percent
 from vitrail.report.report import Report
 from vitrail.report.sections.base import Section
 
+MEDIA_NOTES = {
+    "video": "The images on this page are clips: frames below each other, one for each step in time of the patch grid.",
+    "audio": "The images on this page are spectrograms: time from left to right, low frequencies at the top.",
+}
+"""How inputs that are no images are drawn."""
+
 METHOD_INTRO = (
     "The model ran unchanged; tokens were recorded where they leave each block, before the final norm. Norms are "
     "those of patch tokens, without class and register tokens. The threshold is specific to this model: it comes "
@@ -25,7 +31,7 @@ def header(report: Report) -> dict[str, Any]:
         "model": name,
         "badge": (norms["verdict"], verdict.BADGES[norms["verdict"]]),
         "verdict": report.verdict,
-        "confidence": verdict.confidence_sentence(norms),
+        "confidence": verdict.confidence_sentence(norms, report.noun),
         "next": verdict.recommendations(norms, report.registers, report.cure)[0],
         "alerts": [Note(" ".join(_alerts(report)))],
         "tiles": {
@@ -33,21 +39,21 @@ def header(report: Report) -> dict[str, Any]:
             "threshold (norm)": number(norms["threshold"]),
             "typical norm": number(norms["typical"]),
             "since layer (from 0)": number(norms["onset"]),
-            "images": f"{report.data['images']:,}",
+            f"{report.noun}s": f"{report.data['images']:,}",
         },
     }
 
 
 def _alerts(report: Report) -> list[str]:
     problems = report.problems
-    alerts = []
+    alerts = [MEDIA_NOTES[report.data["medium"]]] if report.data.get("medium") in MEDIA_NOTES else []
     if problems["num_not_finite_tokens"]:
         alerts.append(
             f"{count(problems['num_not_finite_tokens'], 'token')} (over all layers) in "
-            f"{count(problems['num_not_finite_images'], 'image')} had non-finite values; no average includes them."
+            f"{count(problems['num_not_finite_images'], report.noun)} had non-finite values; no average includes them."
         )
     if problems["num_skipped"]:
-        alerts.append(f"{count(problems['num_skipped'], 'image')} could not be read and were skipped.")
+        alerts.append(f"{count(problems['num_skipped'], report.noun)} could not be read and were skipped.")
     return alerts
 
 
@@ -64,8 +70,8 @@ def _render_method(report: Report) -> list[Block]:
         "size": f"{millions}, {model['layers']} layers, {model['heads']} heads",
         "dtype and device": f"{model['dtype']} on {model['device']}",
         "tokens": f"special: {special}; patches: {grid[1]} × {grid[2]}",
-        "images": f"{data['images']:,}, of which {data['labelled']:,} with a label ({data['kind']})",
-        "images kept": f"{kept['features']:,} for attention, components and probes; {kept['objects']:,} for objects; "
+        f"{report.noun}s": f"{data['images']:,}, of which {data['labelled']:,} with a label ({data['kind']})",
+        f"{report.noun}s kept": f"{kept['features']:,} for attention, components and probes; {kept['objects']:,} for objects; "
         f"{kept['places']:,} for places",
         "options": ", ".join(f"{name} {value}" for name, value in report.settings.items()),
         "versions": ", ".join(f"{name} {value}" for name, value in versions["versions"].items()),

@@ -31,7 +31,7 @@ from vitrail.errors import ImageError, UnsupportedInput
 from vitrail.report import Report
 from vitrail.report.page.formatting import number, percent
 from vitrail.report.page.render import check_jinja
-from vitrail.report.verdict import confidence_words, recommendations
+from vitrail.report.verdict import confidence_words
 
 NAMED = 5
 """Skipped images that are printed by name; the report lists more."""
@@ -226,7 +226,7 @@ def show(name: str, report: Report) -> None:
         "images with non-finite values": f"{problems['num_not_finite_images']}",
     }
     console.say(report.verdict, style="bold")
-    console.say(f"Next: {recommendations(norms, report.registers, cure)[0].replace('`', '')}")
+    console.say(f"Next: {report.next_step.replace('`', '')}")
     known = report.model["name"]
     table = Table(title=Text(name if name == known else f"{name}, {known}"), box=box.SIMPLE, show_header=False)
     table.add_column(style="dim")

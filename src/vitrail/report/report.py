@@ -147,6 +147,11 @@ class Report(Saved, eq=False):
         return verdict.verdict_sentence(self.norms)
 
     @property
+    def next_step(self) -> str:
+        """What to do next, in one line; code is between backticks."""
+        return verdict.recommendations(self.norms, self.registers, self.cure)[0]
+
+    @property
     def noun(self) -> str:
         """What one input of the model is called: image, video clip, or sound."""
         return MEDIA[self.data.get("medium", "image")].noun

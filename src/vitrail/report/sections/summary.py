@@ -32,7 +32,7 @@ def header(report: Report) -> dict[str, Any]:
         "badge": (norms["verdict"], verdict.BADGES[norms["verdict"]]),
         "verdict": report.verdict,
         "confidence": verdict.confidence_sentence(norms, report.noun),
-        "next": verdict.recommendations(norms, report.registers, report.cure)[0],
+        "next": report.next_step,
         "alerts": [Note(" ".join(_alerts(report)))],
         "tiles": {
             "high-norm tokens": "none" if norms["threshold"] is None else percent(norms["outlier_share"]),
@@ -71,8 +71,10 @@ def _render_method(report: Report) -> list[Block]:
         "dtype and device": f"{model['dtype']} on {model['device']}",
         "tokens": f"special: {special}; patches: {grid[1]} × {grid[2]}",
         f"{report.noun}s": f"{data['images']:,}, of which {data['labelled']:,} with a label ({data['kind']})",
-        f"{report.noun}s kept": f"{kept['features']:,} for attention, components and probes; {kept['objects']:,} for objects; "
-        f"{kept['places']:,} for places",
+        f"{report.noun}s kept": (
+            f"{kept['features']:,} for attention, components and probes; {kept['objects']:,} for objects; "
+            f"{kept['places']:,} for places"
+        ),
         "options": ", ".join(f"{name} {value}" for name, value in report.settings.items()),
         "versions": ", ".join(f"{name} {value}" for name, value in versions["versions"].items()),
         "machine": f"{versions['device']}, Python {versions['python']}, {versions['date']}",

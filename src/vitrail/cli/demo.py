@@ -242,19 +242,20 @@ def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks
     classes = {question.name: question.classes for question in loaded.questions}
     data = {"model": loaded.name, "classes": classes, "agreement": agreement, "notes": remarks}
     text = "\n".join([f"# Vitrail's demo, {loaded.name}", "", *remarks, "", *markdown_table(head, rows)])
-    write_summary(folder, {**data, "runs": [asdict(run) for run in runs.values()]}, text)
+    values = write_summary(folder, {**data, "runs": [asdict(run) for run in runs.values()]}, text)
 
     table = console.table(*head, left=len(head), title=f"{loaded.name}: predictions")
     for number, row in enumerate(rows):
         table.add_row(*row, end_section=number == len(rows) - 4)
     for remark in remarks:
         console.note(remark)
-    console.out.print(table)
+    console.show(table)
     if first.skipped:
         total = len(first.pictures) + len(first.skipped)
         console.error(f"{len(first.skipped)} of {total} images could not be read and were skipped, see above.")
     sheets = ", ".join(result.files["sheet"] for result in first.pictures)
     console.say(f"{sheets}, report.html and summary.md are in {folder}", style="bold")
+    console.answer(values)
 
 
 def _words(guesses: Guesses) -> str:

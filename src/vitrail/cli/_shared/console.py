@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rich import box
@@ -52,6 +55,17 @@ out = PlainConsole()
 err = PlainConsole(stderr=True)
 
 
+@dataclass
+class Output:
+    """What the present command prints: text unless ``quiet``, or its results as JSON."""
+
+    quiet: bool = False
+    json: bool = False
+
+
+output = Output()
+
+
 class Bars(Progress):
     """Progress bars on standard error that know whether they are shown."""
 
@@ -70,12 +84,33 @@ class Bars(Progress):
 
 def say(text: str, style: str = "") -> None:
     """Print lines of results; above progress bars, where both are on one terminal."""
+    if output.quiet or output.json:
+        return
     console = err if Bars.shown and out.is_terminal else out
     console.print(Text(_wrapped(printable(text), console), style=style), soft_wrap=True)
 
 
+def show(made: Table) -> None:
+    """Print a table of results."""
+    if not (output.quiet or output.json):
+        out.print(made)
+
+
+def answer(values: Any) -> None:
+    """Print the results as JSON if this is wanted."""
+    if output.json:
+        print_json(values)
+
+
+def print_json(values: Any) -> None:
+    """Print values as one line of JSON."""
+    out.print(Text(json.dumps(values, ensure_ascii=False, allow_nan=False)), soft_wrap=True)
+
+
 def note(text: str) -> None:
-    """Print a yellow note."""
+    """Print a yellow note, unless quiet."""
+    if output.quiet:
+        return
     _print_labeled("Note", text, "yellow")
 
 
@@ -167,13 +202,14 @@ def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
 
 def status(text: str) -> Status:
     """Return a spinner with a text that may name a model or a file."""
-    return err.status(Text(printable(text)))
+    console = PlainConsole(file=io.StringIO()) if output.quiet else err
+    return console.status(Text(printable(text)))
 
 
 def progress() -> Bars:
     """Return a progress bar that disappears when done."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Bars(*columns, console=err, transient=True, disable=not err.is_terminal)
+    return Bars(*columns, console=err, transient=True, disable=output.quiet or not err.is_terminal)
 
 
 @contextmanager

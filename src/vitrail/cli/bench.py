@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -138,11 +139,15 @@ def table(result: BenchResult) -> Table:
 
 
 def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
-    """Return the summary table of a sweep: one line per value, every variant in its best mode."""
-    times = [f"{variant} ms" for variant in VARIANTS]
+    """Return the summary table of a sweep: one line per value, every variant in its best mode.
+
+    Over ``r`` the unmerged model is always the same, so it has no column.
+    """
+    variants = [variant for variant in VARIANTS if (name, variant) != ("r", "unmerged")]
+    times = [f"{variant} ms" for variant in variants]
     made = console.table(name, "tokens", "GFLOPs", *times, "speed-up", "efficiency", left=0)
     for result in results:
-        rows = [result.best(variant) for variant in VARIANTS]
+        rows = [result.best(variant) for variant in variants]
         made.add_row(
             str(getattr(result.config, name)),
             str(result.tokens_per_layer[-1]),
@@ -183,6 +188,12 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], out: Path | None
     if len(values) > 1:
         data = {"sweep": name, "runs": [result.to_dict() for result in results]}
         console.show(sweep_table(results, name))
+        times = [row.ms for result in results if (row := result.best("unmerged")) is not None]
+        if name == "r" and times:
+            console.say(
+                f"Unmerged: {median(times):.4g} ms, the median of {len(times)} runs ({min(times):.4g} to "
+                f"{max(times):.4g}); each speed-up compares with its own run, which was interleaved."
+            )
     line = json.dumps(data, ensure_ascii=False, allow_nan=False)
     shown = console.output.json or not (console.output.quiet or console.out.is_terminal)
     try:

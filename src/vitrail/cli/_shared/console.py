@@ -15,14 +15,19 @@ from typing import IO, Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vitrail.errors import VitrailWarning
 
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+WIDEST = 10_000
+"""Width that no table needs."""
 
 
 def printable(text: str) -> str:
@@ -91,9 +96,27 @@ def say(text: str, style: str = "") -> None:
 
 
 def show(made: Table) -> None:
-    """Print a table of results."""
-    if not (output.quiet or output.json):
-        out.print(made)
+    """Print a table of results.
+
+    Where it is too wide, columns that say the same in every row are said once, below it; the first column is never cut.
+    """
+    if output.quiet or output.json:
+        return
+    same = []
+    while Measurement.get(out, out.options.update(max_width=WIDEST), made).maximum > out.width:
+        place = next((place for place in range(len(made.columns) - 1, 0, -1) if _is_constant(made.columns[place])), 0)
+        if not place:
+            break
+        column = made.columns.pop(place)
+        same.insert(0, f"{column.header} {next(iter(column.cells))}")
+    out.print(made)
+    if same:
+        say(f"In every row: {', '.join(same)}")
+
+
+def _is_constant(column: Column) -> bool:
+    cells = [str(cell) for cell in column.cells]
+    return len(cells) > 1 and len(set(cells)) == 1
 
 
 def answer(values: Any) -> None:
@@ -195,6 +218,8 @@ def notes() -> Iterator[None]:
 def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
     """Return an empty table whose first ``left`` columns are text and the others numbers."""
     made = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in made.columns[:left]:
+        column.overflow = "fold"
     for column in made.columns[left:]:
         column.justify, column.no_wrap = "right", True
     return made

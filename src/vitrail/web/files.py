@@ -7,6 +7,7 @@ from typing import Any
 
 from vitrail.data import samples
 from vitrail.data.sample_images import drawings
+from vitrail.drawing import theme
 
 FOLDER = Path(__file__).parent / "page"
 """HTML, CSS and JavaScript, written by hand; ``vendor`` has ONNX Runtime Web for static pages."""
@@ -25,9 +26,15 @@ TYPES = {
 
 def page_files() -> dict[str, bytes]:
     """Return the files that the server serves, by name."""
-    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    files = own_files()
     files["backend.json"] = b'{"backend": "server"}'
     return files | sample_files()
+
+
+def own_files() -> dict[str, bytes]:
+    """Return the files of the page itself, by name; its style sheet starts with the palette."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    return files | {"style.css": theme.css().encode() + files["style.css"]}
 
 
 def sample_files() -> dict[str, bytes]:

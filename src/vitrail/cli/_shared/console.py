@@ -102,7 +102,7 @@ def show(made: Table) -> None:
     """
     if output.quiet or output.json:
         return
-    same = []
+    same: list[str] = []
     while Measurement.get(out, out.options.update(max_width=WIDEST), made).maximum > out.width:
         place = next((place for place in range(len(made.columns) - 1, 0, -1) if _is_constant(made.columns[place])), 0)
         if not place:

@@ -28,7 +28,7 @@ RANDOM_INPUTS = ("bench", "export")
 WHOLE_DATASETS = ("embed", "predict")
 """Commands that run a model on every sample of a dataset, of any medium."""
 
-READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect")
+READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect", "web")
 """Commands for every medium that has files."""
 
 
@@ -65,7 +65,7 @@ def _recorded(modality: str) -> Medium:
 MEDIA = {
     "image": Medium(
         MODALITIES["image"].plural,
-        (*READING, "demo", "serve", "web"),
+        (*READING, "demo", "serve"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
     ),

@@ -35,8 +35,7 @@ def draw_sound(values: Any, groups: Any, sampling: Spectrogram) -> Image.Image:
         sampling: how the spectrogram was computed; it names the axes. Frames that pad a spectrogram of whole windows
             are gray.
     """
-    groups = np.asarray(groups)
-    bands, frames = np.shape(values)
+    groups, (bands, frames) = np.asarray(groups), np.shape(values)
     panel = spectrogram_image(values, sampling).resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
     glass = stained_glass(panel, groups[::-1])
     titles = ("Spectrogram", f"{len(np.unique(groups))} groups of {groups.size} patches")

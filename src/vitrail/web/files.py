@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from vitrail.drawing import theme
 from vitrail.web.samples import samples_of
 
 FOLDER = Path(__file__).parent / "page"
@@ -27,9 +28,15 @@ TYPES = {
 
 def page_files(modalities: Iterable[str]) -> dict[str, bytes]:
     """Return the files that the server serves, by name, with samples of some modalities."""
-    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    files = own_files()
     files["backend.json"] = b'{"backend": "server"}'
     return files | sample_files(modalities)
+
+
+def own_files() -> dict[str, bytes]:
+    """Return the files of the page itself, by name; its style sheet starts with the palette."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    return files | {"style.css": theme.css().encode() + files["style.css"]}
 
 
 def sample_files(modalities: Iterable[str]) -> dict[str, bytes]:

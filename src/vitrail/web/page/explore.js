@@ -13,9 +13,9 @@ const PAINTS = [
 const LEGENDS = {
   glass: "One pane for each token that is left, in the mean color of its patches.",
   image: "What the model sees, with a line between groups.",
-  attention: "What the selected token attends to, from nothing (ink) to its largest weight on a patch (cream).",
+  attention: "What the selected token attends to, from nothing (violet) to its largest weight on a patch (yellow).",
   similar: "Cosine of the selected token's features with every patch's; the eight nearest are framed.",
-  norms: "Norm of each patch's token, from the smallest (ink) to the largest (cream).",
+  norms: "Norm of each patch's token, from the smallest (violet) to the largest (yellow).",
   pca: "The three strongest principal components of the patches' features, as red, green and blue.",
 };
 const LATER = 180; // milliseconds after the last move before the other cards follow

@@ -16,7 +16,7 @@ from vitrail._checks import as_path, shown
 from vitrail._deprecation import renamed_property
 from vitrail._reading import read_text
 from vitrail.analysis.result import Result
-from vitrail.data.media.registry import MEDIA
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import ReportError
 from vitrail.report import verdict
 
@@ -154,7 +154,7 @@ class Report(Saved, eq=False):
     @property
     def noun(self) -> str:
         """What one input of the model is called: image, video clip, or sound."""
-        return MEDIA[self.data.get("medium", "image")].noun
+        return MODALITIES[self.data.get("medium", "image")].noun
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but pixels and maps as plain values."""

@@ -48,9 +48,9 @@ def write_static(views: ModelViews, folder: Path) -> list[Path]:
     files = {
         **own_files(),
         **{f"vendor/{name}": (FOLDER / "vendor" / name).read_bytes() for name in VENDOR},
-        **sample_files(),
+        **sample_files([views.spec.modality]),
         "backend.json": json.dumps({"backend": "browser"}).encode(),
-        "model.json": json.dumps({"info": info, "samples": sample_list()}).encode(),
+        "model.json": json.dumps({"info": info, "samples": sample_list([views.spec.modality])}).encode(),
         "model.onnx": graph,
     }
     for name, data in files.items():

@@ -109,7 +109,7 @@ def show(made: Table) -> None:
         return
     key = made.columns[0]
     key.min_width = min(max((cell_len(str(cell)) for cell in (key.header, *key.cells)), default=0), KEY)
-    same = []
+    same: list[str] = []
     while Measurement.get(out, out.options.update(max_width=WIDEST), made).maximum > out.width:
         place = next((place for place in range(len(made.columns) - 1, 0, -1) if _is_constant(made.columns[place])), 0)
         if not place:

@@ -47,6 +47,13 @@ def test_help_groups_all_commands() -> None:
     assert [place for place in COMMANDS if f"│ {place} " not in text] == []
 
 
+@pytest.mark.parametrize(("words", "found"), [("vitrail insp", ["inspect"]), ("vitrail inspect --no-c", ["--no-cure"])])
+def test_a_shell_completes_commands_and_options(words: str, found: list[str]) -> None:
+    place = str(len(words.split()) - 1)
+    shell = {"_VITRAIL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+    assert CliRunner().invoke(app, [], prog_name="vitrail", env=shell).stdout.split() == found
+
+
 def test_help_starts_fast() -> None:
     """Only torch, typer and rich are loaded; commands import the rest when they run."""
     code = (

@@ -19,7 +19,7 @@ COLORS = SERIES
 INK, PALE = LIGHT["soft"], LIGHT["rule"]
 """Colors of references and of what is in the background."""
 
-TITLE = 52
+TITLE = 36
 """Most characters in a line of a title that is a claim."""
 
 Groups = Mapping[str, Sequence[float]]
@@ -44,11 +44,17 @@ def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 
 
 
 def dots(
-    axes: Axes, groups: Groups, label: str, *, colors: Mapping[str, str] | None = None, spread: bool = True
+    axes: Axes,
+    groups: Groups,
+    label: str,
+    *,
+    colors: Mapping[str, str] | None = None,
+    spread: bool = True,
+    title: str = "",
 ) -> None:
     """Draw each group as one dot per value, with the mean and a band of one standard deviation to either side.
 
-    Groups are listed from top to bottom; the title says which is highest. With ``spread=False`` only dots are drawn.
+    Groups are listed from top to bottom; the title adds which is highest. With ``spread=False`` only dots are drawn.
     """
     for position, (name, values) in enumerate(groups.items()):
         color = (colors or {}).get(name, COLORS[0])
@@ -64,23 +70,23 @@ def dots(
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
     if spread:
-        axes.set_title(textwrap.fill(claim(groups), TITLE), fontsize=9)
+        axes.set_title(textwrap.fill(": ".join(filter(None, (title, claim(groups)))), TITLE), fontsize=9)
 
 
 def claim(groups: Groups) -> str:
-    """Return which group has the highest mean, and whether all of its values are above those of the others.
+    """Return which group has the highest mean, and whether values of others reach into its own.
 
     >>> claim({"a": [1, 2], "b": [3, 4]}), claim({"a": [1, 3.5], "b": [3, 4]})
-    ('b is highest in all seeds', 'b is highest on average; a overlaps')
+    ('highest: b, without overlap', 'highest on average: b; a overlaps')
     """
     if len(groups) < 2:
         return ""
     top = max(groups, key=lambda name: float(np.mean(groups[name])))
     overlapping = [name for name, values in groups.items() if name != top and max(values) >= min(groups[top])]
     if not overlapping:
-        return f"{top} is highest in all seeds"
+        return f"highest: {top}, without overlap"
     others = f"{overlapping[0]} overlaps" if len(overlapping) == 1 else f"{len(overlapping)} others overlap"
-    return f"{top} is highest on average; {others}"
+    return f"highest on average: {top}; {others}"
 
 
 def jitter(position: float, count: int) -> list[float]:

@@ -112,10 +112,9 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     colors = {name: str(style["color"]) for name, style in STYLES.items()}
     with figure(folder / "accuracy.png", columns=2, width=9.0) as (left, right):
         accuracy = {name: [100 * row["accuracy"][study.output] for row in own] for name, own in arms.items()}
-        dots(left, accuracy, "validation accuracy, %", colors=colors)
+        dots(left, accuracy, "validation accuracy, %", colors=colors, title="best settings")
         plot_search(study, arms, folder, right, colors)
-        left.set_title(f"best point of the search, all seeds\n{left.get_title('left')}")
-        right.set_title("all points of the search")
+        right.set_title("all points of the search", fontsize=9)
     with figure(folder / "loss.png") as (axes,):
         lines(
             axes,

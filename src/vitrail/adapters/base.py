@@ -303,14 +303,6 @@ class TrunkAdapter(ABC):
     def layout(self, trunk: nn.Module, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout before the first block, for inputs of a size in pixels or of the model's own."""
 
-    def windows(self, trunk: nn.Module, layout: TokenLayout) -> Sequence[tuple[TokenLayout, int]]:
-        """Return the windows in which the tokens of an image merge, each kind with how many there are; often none."""
-        return ()
-
-    def window_sizes(self, trunk: nn.Module) -> Sequence[int | None]:
-        """Return, for each block, how many patches a window has in which they attend; None where all of them do."""
-        return (None,) * len(self.blocks(trunk))
-
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout inside a block, where tokens enter between blocks; −1 is the last block.
 
@@ -319,9 +311,11 @@ class TrunkAdapter(ABC):
         return self.layout(trunk, size)
 
     def layer_windows(self, trunk: nn.Module) -> tuple[LayerWindows, ...]:
-        """Return the windows of each block, where attention runs inside windows; their blocks' adapters know these.
+        """Return the windows of each block, where attention runs inside windows; () where it sees all tokens.
 
-        Blocks may then have grids of their own: each begins and ends with all of its tokens.
+        Tokens are restored behind the last of several blocks with the same windows, whose adapters are
+        `WindowedAdapter`; blocks may then have grids of their own. In packed sequences (`packed`) the windows are
+        segments: tokens stay in them, merged, through all blocks.
         """
         return ()
 

@@ -82,7 +82,7 @@ class CostModel:
                     found.block_adapters,
                     found.blocks,
                     biased_layers(found),
-                    found.adapter.window_sizes(found.trunk),
+                    _window_sizes(found),
                 )
             ),
             late=late_tokens(found),
@@ -208,6 +208,13 @@ def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool, window: int
     pair = 2 * heads * channels + parts.pair_weights(block)
     rows = parts.row_weights(block) if isinstance(parts, WindowedAdapter) else 0
     return BlockCost(attend, feed, pair, channels, heads if biased else 0, rows, window)
+
+
+def _window_sizes(found: Found) -> list[int | None]:
+    """Return, for each block, how many patches a window has; None where all tokens see each other."""
+    layers = found.adapter.layer_windows(found.trunk)
+    sizes = [None if one.windows is None or one.windows.size is None else prod(one.windows.size) for one in layers]
+    return sizes or [None] * len(found.blocks)
 
 
 def _position_network(parts: BlockAdapter, block: nn.Module) -> int:

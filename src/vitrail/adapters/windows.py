@@ -261,6 +261,10 @@ class WindowedAdapter(BlockAdapter, ABC):
         """Count the weights that multiply a token for each row and each column of its window, for its position."""
         return 0
 
+    def mixing_weights(self, block: nn.Module) -> int:
+        """Count the weights that multiply every place of the grid where a block mixes neighbors."""
+        return 0
+
     def position_network(self, block: nn.Module) -> int:
         """Return the multiply-adds with which a block computes its position bias, once for all windows."""
         return 0

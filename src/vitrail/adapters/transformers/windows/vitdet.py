@@ -81,10 +81,7 @@ class VitDetTrunk(WindowedTrunk, TransformersTrunk):
         return {}
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
-        return (trunk.embeddings,)
-
-    def patch_embedding(self, trunk: Any) -> nn.Module:
-        return trunk.embeddings.projection
+        return (trunk.embeddings.projection,)
 
 
 class VitDetBackboneTrunk(VitDetTrunk):

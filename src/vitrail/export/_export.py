@@ -19,7 +19,7 @@ import vitrail
 from vitrail._arguments import checked
 from vitrail._atomic_files import rename_all
 from vitrail._checks import as_path, is_int, is_number
-from vitrail.adapters import input_spec
+from vitrail.adapters import Found, input_spec
 from vitrail.adapters.registry import declared_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
 from vitrail.export._trace import PlainModel, explained, trace
@@ -144,9 +144,7 @@ def export(
         kind.write(program, tuple(outputs), metadata, staged, opset)
         file = kind.load(staged, tuple(outputs))
         if merging is not None:
-            names = {part: name for name, part in plain.named_modules()}
-            blocks = zip(merging.found.blocks, merging.found.block_adapters, strict=True)
-            check_tokens(file, [[names[part] for part in parts.feed_parts(block)] for block, parts in blocks], fed)
+            check_tokens(file, _readers(plain, merging.found), fed)
         comparisons = tuple(
             compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, draws)
             for size in ((1, 3) if batch == "dynamic" else (batch,))
@@ -169,6 +167,18 @@ def export(
         comparisons=comparisons,
         tolerance=float(tolerance),
     )
+
+
+def _readers(plain: PlainModel, found: Found) -> list[list[str]]:
+    """Return, for each block, the names of modules that run on the tokens that leave it.
+
+    They are its MLP, or the next block's attention where attention and MLP of a block read the same tokens.
+    """
+    names = {part: name for name, part in plain.named_modules()}
+    pairs = list(zip(found.blocks, found.block_adapters, strict=True))
+    following = [*(parts.attend_parts(block) for block, parts in pairs[1:]), ()]
+    readers = [parts.feed_parts(block) or after for (block, parts), after in zip(pairs, following, strict=True)]
+    return [[names[part] for part in one] for one in readers]
 
 
 def _metadata(plain: PlainModel, outputs: dict[str, Tensor], shape: Shape, dtype: torch.dtype) -> dict[str, Any]:

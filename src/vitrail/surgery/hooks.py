@@ -309,9 +309,9 @@ class Recorder:
         """Record queries, keys, values and attention of a block whose attention runs inside windows, if it fits."""
         if windows.windows is None:
             return
-        rows, columns = windows.grid(self._patches)
+        layout = TokenLayout((), (1, *windows.grid(self._patches)))
         tokens = parts.attend_norm(block, self._by_rows(layer, windows, x))
-        qkv = project(parts, block, tokens, TokenLayout((), (1, rows, columns)), MergeState(()))
+        qkv = project(parts, block, tokens, layout, MergeState(()))
         for name, part in zip(("q", "k", "v"), qkv, strict=True):
             if name in self.what:
                 self._store(name, layer, part)

@@ -98,11 +98,14 @@ class TimmMvit(WindowedTrunk):
 
     def check(self, trunk: Any) -> None:
         attention = trunk.stages[0].blocks[0].attn
-        if trunk.cls_token is not None or type(attention).__name__ != "MultiScaleAttention" or attention.unshared:
+        reason = None
+        if trunk.cls_token is not None:
+            reason = "with a class token, which stands outside of the grid on which tokens merge"
+        elif type(attention).__name__ != "MultiScaleAttention" or attention.unshared:
+            reason = "with pooling before the projections, or with a convolution for each head"
+        if reason is not None:
             raise UnsupportedModel(
-                "MultiScaleVit with a class token, with pooling before the projections, or with a convolution for "
-                "each head is not supported: tokens merge on the grid, where these are not. mvitv2_tiny, _small, "
-                "_base and _large are"
+                f"MultiScaleVit {reason}, is not supported; mvitv2_tiny, mvitv2_small, mvitv2_base and mvitv2_large are"
             )
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
@@ -127,10 +130,11 @@ class TimmMvit(WindowedTrunk):
         pairs = zip(self._grid(trunk), trunk.patch_embed.proj.stride, strict=True)
         return replace(spec, size=tuple(side * step for side, step in pairs))
 
-    def _grid(self, trunk: Any) -> tuple[int, ...]:
+    def _grid(self, trunk: Any) -> tuple[int, int]:
         """Return the grid of patches that the model was made for."""
-        first = trunk.stages[0]
-        return tuple(side * _BLOCK.stride(first.blocks[0], "q") for side in first.feat_size)
+        height, width = trunk.stages[0].feat_size
+        stride = _BLOCK.stride(trunk.stages[0].blocks[0], "q")
+        return height * stride, width * stride
 
     def num_classes(self, model: nn.Module, trunk: Any) -> int:
         return trunk.num_classes

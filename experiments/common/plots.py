@@ -1,4 +1,4 @@
-"""Plots in one style: every seed is a dot, in colors that color-blind readers can tell apart."""
+"""Plots in the theme of the package; every seed is a dot."""
 
 from __future__ import annotations
 
@@ -9,32 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from vitrail.drawing.theme import LIGHT, PLOT, SERIES
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""The palette of Okabe and Ito, most distinct first."""
-
-INK, PALE = "#333333", "#dddddd"
-
-STYLE: dict[str, Any] = {
-    "font.size": 10,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": PALE,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 192,
-}
+COLORS = SERIES
+INK, PALE = LIGHT["soft"], LIGHT["rule"]
+"""Colors of references and of what is in the background."""
 
 Groups = Mapping[str, Sequence[float]]
 Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
@@ -48,7 +30,7 @@ def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context(cast(Any, STYLE)):
+    with plt.rc_context(cast(Any, PLOT)):
         fig, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
         try:
             yield list(axes[0])

@@ -20,6 +20,8 @@ class Report:
         self.model = {"name": name}
         self.data = {"images": images}
         self.norms = {"threshold": 12.5, "outlier_share": share, "onset": 1, "confidence": 1.0, "per_layer": [{}, {}]}
+        self.norms["num_images"] = images
+        self.next_step = "Use a model with registers."
         listed = [{"name": name, "reason": reason} for name, reason in skipped]
         self.problems = {"skipped": listed, "num_skipped": len(skipped), "num_not_finite_images": 0}
         self.cure = {"effect": "gone", "after": {"outlier_share": 0.001}, "control": {"outlier_share": share}}

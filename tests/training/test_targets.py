@@ -173,7 +173,7 @@ def test_commands(squares: Path, tmp_path: Path) -> None:
     text = run("train", "--data", squares, "--tasks", "bright,mask", *common, "-o", tmp_path / "run")
     assert "task.bright RMSE" in text
     assert "task.mask mIoU" in text
-    text = run("evaluate", tmp_path / "run" / "last", squares, "--device", "cpu", "--json", tmp_path / "found.json")
+    text = run("evaluate", tmp_path / "run" / "last", squares, "--device", "cpu", "-o", tmp_path / "found.json")
     assert all(word in text for word in ("RMSE", "MAE", "R²", "task.mask: mIoU", "background", "foreground"))
     text = run("merge", f"vitrail:{tmp_path / 'run' / 'last'}", squares, "-r", 1, "--device", "cpu", "--limit", 1,
                "-o", tmp_path / "glass")  # fmt: skip

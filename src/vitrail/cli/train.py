@@ -71,6 +71,7 @@ def train(
             (console.note if planned else console.error)(str(stop))
             raise typer.Exit(3 if planned else 130) from stop
         _print_next_steps(run)
+        console.answer({"run": str(run.folder), "best": run.best})
 
 
 def _parameter(option: Option) -> inspect.Parameter:

@@ -110,6 +110,16 @@ def test_clip_is_no_sound(tmp_path: Path) -> None:
         Sound(write_clip(tmp_path / "clip.mp4")).check()
 
 
+def test_a_rate_that_no_filter_can_hold_is_refused(tmp_path: Path) -> None:
+    """Resampling from a prime rate needs a filter of some ten times as many values."""
+    path = write_sound(tmp_path / "tone.wav", tone(1000, 0.5))
+    data = bytearray(path.read_bytes())
+    data[24:28] = (50_000_017).to_bytes(4, "little")
+    for read in (Sound(bytes(data)).check, lambda: Sound(bytes(data)).samples(16000)):
+        with pytest.raises(MediaError, match="50000017 samples per second"):
+            read()
+
+
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_sound(tmp_path / "a.wav", tone(440))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)

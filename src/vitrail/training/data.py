@@ -66,7 +66,8 @@ def open_data(config: Config) -> tuple[Config, Dataset, Dataset | None]:
 def _problems(config: Config, dataset: Dataset, held: Dataset | None) -> Iterator[str]:
     """Yield contradictions between options and the shape and dtype of the data."""
     own = dataset.tensor_spec
-    data = f"the data is {_describe(own)}"
+    noun = f"{dataset.noun} as " if dataset.modality not in ("image", "array") else ""
+    data = f"the data is {noun}{_describe(own)}"
     if held is not None and _kind(held.tensor_spec) != _kind(own):
         expected = "expected the same shape and dtype"
         yield f"validation: it is {_describe(held.tensor_spec)}, and the training data is {_describe(own)}; {expected}"

@@ -15,6 +15,7 @@ from vitrail import training
 from vitrail.adapters.saved import read_config, read_labels, read_targets
 from vitrail.cli._shared import console
 from vitrail.cli._shared.ranks import command
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption
 from vitrail.models.saving import ARCHITECTURE
 from vitrail.training import Event, Run
@@ -143,11 +144,15 @@ def _print_next_steps(run: Run) -> None:
     config = read_config(last)
     if config.get("architecture") == ARCHITECTURE:  # a model of ours
         labels = read_labels(last)
+        modality = (labels.get("preprocessing") or {}).get("modality", "image")
+        noun = MODALITIES[modality].plural.upper().replace(" ", "_")
         if not labels.get("classes"):
             steps[f"train --model {name} --data LABELED"] = "fine-tune it"
+        elif modality != "image":
+            steps[f"merge vitrail:{name} {noun} -r 8"] = "drawings, predictions and cost of merging"
         elif labels["classes"].keys() - labels.get("targets", {}).keys():
             steps[f"demo --model {name}"] = "predictions and attention at several merge rates"
-        steps[f"inspect vitrail:{name} IMAGES"] = "artifact tokens, attention, features"
+        steps[f"inspect vitrail:{name} {noun}"] = "artifact tokens, attention, features"
         steps[f"export vitrail:{name} -r 8 -o model.onnx"] = "a file that runs without Vitrail"
     console.say("Next:")
     for step, about in steps.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil, gcd
@@ -24,6 +25,13 @@ MAX_RATE = 1_000_000
 
 _FILTER = 10
 """Half the length of SciPy's resampling filter, in samples of the lower rate."""
+
+
+_CUT = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
+"""What libsndfile says of a WAV file whose header promises another length than the file has."""
+
+_STREAMED = 2**31 - 2**16
+"""Lengths from here on stand for an unknown one, in files that were written as a stream."""
 
 
 class Sound(Recording):
@@ -103,6 +111,12 @@ class Sound(Recording):
     def _check_header(self, file: Any) -> None:
         if file.frames <= 0:
             raise MediaError(f"{self.name}: the {self.noun} has no samples; export it again")
+        cut = _CUT.search(file.extra_info)
+        if cut is not None and int(cut[2]) < int(cut[1]) < _STREAMED:
+            raise MediaError(
+                f"{self.name}: {cut[2]} of {cut[1]} bytes of samples are there: the {self.noun} is cut off; fetch or "
+                "export it again"
+            )
         if file.samplerate > MAX_RATE:
             raise MediaError(
                 f"{self.name}: {file.samplerate} samples per second; expected at most {MAX_RATE}. The header may be "

@@ -26,6 +26,7 @@ EXAMPLES = (
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 1 --dtype bf16 --compile --graph",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 8 --dtype bf16 --capture",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 128 --dtype bf16 --train --json training.json",
+    "vitrail bench vitrail:video --r 12 --batch-size 8",
     "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch-size 8 --device cpu --plot sweep.png",
 )
 SWEEP = "; comma-separated values for a sweep."

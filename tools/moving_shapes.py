@@ -4,7 +4,7 @@
     python tools/moving_shapes.py moving-shapes-test.parquet --count 1500 --seed 2
 
 Each clip shows one of six shapes that stands still or moves in one of four directions, for two seconds (16 frames of
-64 × 64 pixels, H.264). Columns: ``video``, ``label`` (shape and motion, 30 classes), ``shape``, ``motion``, ``color``.
+48 × 48 pixels, H.264). Columns: ``video``, ``label`` (shape and motion, 30 classes), ``shape``, ``motion``, ``color``.
 Needs PyAV and pyarrow.
 """
 
@@ -26,7 +26,7 @@ from vitrail._atomic_files import temporary_files
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from experiments.common.shapes import COLORS, MOTIONS, SHAPES, render_clips
 
-FRAMES, SIDE, RATE = 16, 64, 8
+FRAMES, SIDE, RATE, TEXTURE = 16, 48, 8, 0.3
 CHUNK = 500
 """Clips rendered at once."""
 
@@ -55,7 +55,9 @@ def encode(frames: Tensor) -> bytes:
 def rows(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield clips with their labels; every pair of shape and motion occurs equally often in each chunk."""
     for part in range(0, count, CHUNK):
-        drawn = render_clips(min(CHUNK, count - part), frames=FRAMES, side=SIDE, seed=1000 * seed + part // CHUNK)
+        drawn = render_clips(
+            min(CHUNK, count - part), frames=FRAMES, side=SIDE, texture=TEXTURE, seed=1000 * seed + part // CHUNK
+        )
         assert drawn.motion is not None
         labels = zip(drawn.shape, drawn.motion, drawn.color, strict=True)
         for number, (clip, found) in enumerate(zip(drawn.images, labels, strict=True), part):

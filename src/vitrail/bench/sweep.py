@@ -6,21 +6,18 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from statistics import median
-from typing import Any
 
 from torch import nn
 
 from vitrail.bench.benchmark import Tell, run
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.result import BenchResult
-from vitrail.errors import InvalidOption
+from vitrail.drawing.plots import require_matplotlib
 
 SWEPT = {"r": "tokens merged per layer (r)", "batch": "images per batch"}
 """Settings that can be swept, with their axis labels."""
 
-PLOT_FORMATS = ("png", "svg", "pdf")
 COLORS = {"unmerged": "#7f7f7f", "sliced": "#d9a441", "merged": "#1f5fa8"}
 
 
@@ -79,13 +76,3 @@ def plot(results: Sequence[BenchResult], name: str, kind: str = "png") -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=150)
     return content.getvalue()
-
-
-def require_matplotlib(kind: str) -> Any:
-    """Return matplotlib's ``Figure``; raise if the file format is unknown or matplotlib is missing."""
-    if kind not in PLOT_FORMATS:
-        raise InvalidOption(f"plots are {', '.join(PLOT_FORMATS)} files; got {kind or 'no suffix'!r}")
-    try:
-        return import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise InvalidOption("plots need matplotlib; install it with `pip install vitrail[plot]`") from error

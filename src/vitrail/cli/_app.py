@@ -26,6 +26,7 @@ COMMANDS = {
     "embed": "Compute features of every image of a dataset, to a file; resumable, on one machine or a Ray cluster.",
     "predict": "Write the most likely classes of every image of a dataset to a file.",
     "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
+    "stability": "Show how stable a training run was: gradients and residual branches by layer, spikes of the loss.",
     "serve": "Serve a model over HTTP: classes and embeddings of images, in shared batches, within limits.",
     "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
 }

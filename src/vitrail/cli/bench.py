@@ -13,11 +13,12 @@ from rich.table import Table
 
 from vitrail.bench import MODES, VARIANTS, BenchConfig, BenchResult
 from vitrail.bench.result import LEGEND, summary, title
-from vitrail.bench.sweep import plot, require_matplotlib, sweep
+from vitrail.bench.sweep import plot, sweep
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable, write_atomically, write_text
 from vitrail.cli._shared.ranks import INTERRUPTED, command
+from vitrail.drawing.plots import require_matplotlib
 from vitrail.errors import VitrailError
 
 COLUMNS = ("variant", "mode", "ms", "images/s", "TMAC/s", "peak MB", "ready s", "diff")

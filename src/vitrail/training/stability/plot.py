@@ -11,6 +11,9 @@ from vitrail.training.stability.result import BRANCHES, Stability
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+RANGE = 10.0
+"""Least ratio of the ends of a color scale, so that noise does not look like a pattern."""
+
 TITLES = {"attention": "attention", "mlp": "MLP"}
 
 
@@ -21,9 +24,10 @@ def plot_stability(found: Stability, kind: str = "png") -> bytes:
     """
     maps = _maps(found)
     count = 2 + len(maps)
-    rows = -(-count // 3)
-    figure = require_matplotlib(kind)(figsize=(13, 3.4 * rows), layout="constrained")
-    panels = figure.subplots(rows, 3, squeeze=False).flatten()
+    columns = 4 if count > 6 else 3
+    rows = -(-count // columns)
+    figure = require_matplotlib(kind)(figsize=(4.4 * columns, 3.4 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
     _curve(panels[0], found, found.loss, "loss")
     for spike in found.spikes:
         panels[0].axvspan(spike.first - 0.5, spike.last + 0.5, color="tab:red", alpha=0.3, linewidth=0)
@@ -65,13 +69,14 @@ def _map(figure: Any, axes: Axes, found: Stability, title: str, values: list[tup
     from matplotlib.colors import LogNorm
 
     array = np.array(values).T
-    smallest = array[array > 0].min() if (array > 0).any() else 1e-12
+    largest = float(np.nanmax(array, initial=1e-12))
+    smallest = min(float(np.nanmin(array[array > 0], initial=largest)), largest / RANGE)
     shown = axes.imshow(
         np.maximum(array, smallest),
         aspect="auto",
         origin="lower",
         cmap="viridis",
-        norm=LogNorm(smallest, max(array.max(), 1.001 * smallest)),
+        norm=LogNorm(smallest, largest),
         extent=(found.first, found.first + len(found.loss), 0.5, len(array) + 0.5),
     )
     axes.set(title=title, xlabel="step", ylabel="layer")

@@ -1,11 +1,12 @@
-"""Write clips of moving shapes, which ``vitrail:video`` is trained and tested on, as parquet files.
+"""Render clips of moving shapes, which ``vitrail:video`` is trained and tested on, and the sample clips.
 
-    python tools/moving_shapes.py moving-shapes-train.parquet --count 8000 --seed 1
-    python tools/moving_shapes.py moving-shapes-test.parquet --count 1500 --seed 2
+    python tools/moving_shapes.py moving-shapes-train.parquet --count 4000 --seed 1
+    python tools/moving_shapes.py moving-shapes-test.parquet --count 1000 --seed 2
+    python tools/moving_shapes.py clips --count 30 --seed 3 --side 160  # the sample clips are the first three
 
-Each clip shows one of six shapes that stands still or moves in one of four directions, for two seconds (16 frames of
-48 × 48 pixels, H.264). Columns: ``video``, ``label`` (shape and motion, 30 classes), ``shape``, ``motion``, ``color``.
-Needs PyAV and pyarrow.
+Each clip shows one of six shapes that stands still or moves in one of four directions, for two seconds (16 frames,
+H.264). A parquet file has the columns ``video``, ``shape``, ``motion`` and ``color``; in a directory these are the name
+of each file. Needs PyAV, and pyarrow for parquet.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vitrail._atomic_files import temporary_files
+from vitrail._atomic_files import temporary_files, write_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from experiments.common.shapes import COLORS, MOTIONS, SHAPES, render_clips
@@ -29,11 +29,6 @@ from experiments.common.shapes import COLORS, MOTIONS, SHAPES, render_clips
 FRAMES, SIDE, RATE, TEXTURE = 16, 48, 8, 0.3
 CHUNK = 500
 """Clips rendered at once."""
-
-
-def label_of(shape: int, motion: int) -> str:
-    """Return the class of a clip, such as ``disc left`` or ``star still``."""
-    return f"{SHAPES[shape]} {MOTIONS[motion]}"
 
 
 def encode(frames: Tensor) -> bytes:
@@ -52,36 +47,42 @@ def encode(frames: Tensor) -> bytes:
     return file.getvalue()
 
 
-def rows(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def rows(count: int, seed: int, side: int = SIDE) -> Iterator[dict[str, Any]]:
     """Yield clips with their labels; every pair of shape and motion occurs equally often in each chunk."""
-    for part in range(0, count, CHUNK):
-        drawn = render_clips(
-            min(CHUNK, count - part), frames=FRAMES, side=SIDE, texture=TEXTURE, seed=1000 * seed + part // CHUNK
-        )
-        assert drawn.motion is not None
+    for first in range(0, count, CHUNK):
+        own = 1000 * seed + first // CHUNK
+        drawn = render_clips(min(CHUNK, count - first), frames=FRAMES, side=side, texture=TEXTURE, seed=own)
+        assert drawn.motion is not None, "clips have motions"
         labels = zip(drawn.shape, drawn.motion, drawn.color, strict=True)
-        for number, (clip, found) in enumerate(zip(drawn.images, labels, strict=True), part):
-            shape, motion, color = map(int, found)
+        for number, (clip, (shape, motion, color)) in enumerate(zip(drawn.images, labels, strict=True), first):
             yield {
                 "video": {"bytes": encode(clip), "path": f"{number}.mp4"},
-                "label": label_of(shape, motion), "shape": SHAPES[shape], "motion": MOTIONS[motion],
+                "shape": SHAPES[shape],
+                "motion": MOTIONS[motion],
                 "color": COLORS[color],
-            }  # fmt: skip
+            }
 
 
 def main() -> int:
     """Run the command line."""
-    import pyarrow
-    from pyarrow import parquet
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="parquet file to write")
-    parser.add_argument("--count", type=int, default=8000, help="number of clips")
+    parser.add_argument("out", type=Path, help="parquet file, or a directory of clips")
+    parser.add_argument("--count", type=int, default=4000, help="number of clips")
     parser.add_argument("--seed", type=int, default=1, help="random seed; another one for another part of the data")
+    parser.add_argument("--side", type=int, default=SIDE, help="height and width in pixels")
     given = parser.parse_args()
-    torch.manual_seed(given.seed)
-    with temporary_files(given.out) as (path,):
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows(given.count, given.seed))), path)
+    clips = rows(given.count, given.seed, given.side)
+    if given.out.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        with temporary_files(given.out) as (path,):
+            parquet.write_table(pyarrow.Table.from_pylist(list(clips)), path)
+    else:
+        given.out.mkdir(parents=True, exist_ok=True)
+        for clip in clips:
+            name = "-".join(clip[column] for column in ("color", "shape", "motion"))
+            write_bytes(given.out / f"{name}.mp4", clip["video"]["bytes"])
     return 0
 
 

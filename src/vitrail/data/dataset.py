@@ -31,8 +31,8 @@ from vitrail.data.decode import as_image, center_crop, center_square
 from vitrail.data.labels.columns import likely_kind, read_classes, read_kinds, read_several, read_values
 from vitrail.data.labels.targets import CLASSES, MASK, MASK_CLASSES, Kind, Targets, TargetSpec, is_known, spans
 from vitrail.data.loading.order import generator
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.recording import Recording
-from vitrail.data.media.sampling import DEFAULTS
 from vitrail.data.sample import UNKNOWN, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
 from vitrail.data.sources import Labels, Source, open_source
@@ -40,9 +40,6 @@ from vitrail.data.sources.base import LABEL
 from vitrail.data.sources.decoded import DecodedSource
 from vitrail.data.spec import InputSpec, to_tensor
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
-
-TAKES = {"video": "video clips", "audio": "sounds", "array": "arrays"}
-"""What a model of a modality takes, for messages."""
 
 FINGERPRINT_SAMPLES = 8
 """Number of arrays whose values go into a fingerprint."""
@@ -181,8 +178,8 @@ class Dataset:
 
     @property
     def noun(self) -> str:
-        """What samples are called: images, video clips or sounds."""
-        return {"video": "video clips", "audio": "sounds"}.get(self.modality, "images")
+        """What samples are called: images, video clips, sounds or arrays."""
+        return MODALITIES[self.modality].plural
 
     @property
     def modality(self) -> str:
@@ -195,7 +192,7 @@ class Dataset:
         With ``measure`` their :meth:`statistics` have the normalization of these samples, not that of the
         specification. Images and arrays stay as they are.
         """
-        if self.modality not in DEFAULTS or self.tensor_spec is not None:
+        if MODALITIES[self.modality].sampling is None or self.tensor_spec is not None:
             return self
         if spec.modality != self.modality or not spec.size:
             raise UnsupportedInput(
@@ -325,8 +322,8 @@ class Dataset:
         if spec.is_array:
             if not isinstance(sample.image, Tensor) or len(sample.image) != len(spec.mean):
                 raise UnsupportedInput(
-                    f"{sample.name}: the model takes {TAKES[spec.modality]} of {len(spec.mean)} channels; pass such "
-                    f"files, or Arrays of their values"
+                    f"{sample.name}: the model takes {MODALITIES[spec.modality].plural} of {len(spec.mean)} channels; "
+                    "pass such files, or Arrays of their values"
                 )
             return Batch(spec.normalize(sample.image[None]), (index,), (sample.name,), labels)
         image, (height, width) = _image(sample), spec.size

@@ -22,6 +22,7 @@ from vitrail._checks import check_choice, check_int
 from vitrail.adapters import find
 from vitrail.adapters.registry import SOURCE_ATTRIBUTE, sized
 from vitrail.data.dataset import Dataset, open_dataset
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.spec import InputSpec
 from vitrail.embedding.embedder import Core, Embedder
 from vitrail.embedding.output import Job, Output, Skipped
@@ -38,7 +39,7 @@ BATCH = {"cpu": 16, "cuda": 128}
 """Default batch sizes by device: more is not faster on a CPU, and takes memory."""
 
 ENGINES = ("local", "ray")
-LIBRARIES = ("torch", "timm", "transformers", "torchvision", "open_clip_torch", "pillow")
+PACKAGES = ("torch", "timm", "transformers", "torchvision", "open_clip_torch", "pillow")
 """Packages whose versions are kept with a result, besides Vitrail's."""
 
 
@@ -215,7 +216,7 @@ class Plan:
         if batch is not None:
             check_int("batch", batch)
         preparation = Preparation(spec, fit, exact)
-        modality = spec.modality if spec.modality in ("video", "audio") else None
+        modality = spec.modality if MODALITIES[spec.modality].sampling else None
         dataset = data if isinstance(data, Dataset) else open_dataset(data, labels=None, limit=limit, modality=modality)
         if isinstance(data, Dataset) and limit is not None:
             dataset = open_dataset(data, labels=None, limit=limit)
@@ -401,9 +402,9 @@ def describe(core: Core, preparation: Preparation, dataset: Dataset, batch: int,
     from vitrail import __version__
 
     versions = {"vitrail": __version__, "python": platform.python_version()}
-    for library in LIBRARIES:
+    for package in PACKAGES:
         try:
-            versions[library] = version(library)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
     return {

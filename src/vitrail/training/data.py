@@ -16,7 +16,7 @@ from vitrail.data.augment.arrays import REACH, ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.dataset import Dataset, open_dataset
 from vitrail.data.labels.targets import MASK, spans
-from vitrail.data.media.sampling import DEFAULTS
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import byte_statistics
 from vitrail.data.spec import InputSpec
@@ -121,7 +121,7 @@ def expected_of(dataset: Dataset, expects: InputSpec | None, what: str) -> Input
     """Return the preprocessing of a dataset for a model; raise if they do not fit."""
     own = dataset.tensor_spec
     if own is None:
-        if dataset.modality in DEFAULTS:
+        if MODALITIES[dataset.modality].sampling:
             raise InvalidOption(f"{what} takes no {dataset.modality}; give a model that was trained on such data")
         if expects is not None and not expects.is_array:
             return expects

@@ -15,8 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from vitrail.cli._shared import console
-from vitrail.data import Clip, Dataset, InputSpec, Sound, check_image, open_dataset, to_tensor
+from vitrail.data import Dataset, InputSpec, check_image, open_dataset, to_tensor
+from vitrail.data.media.modality import MODALITIES
+from vitrail.data.media.recording import Recording
 from vitrail.data.media.registry import MEDIA as FILES
+from vitrail.data.media.registry import recording
 from vitrail.errors import ImageError, UnsupportedInput
 
 RANDOM_INPUTS = ("bench", "export")
@@ -46,28 +49,28 @@ class Medium:
     batch: Callable[[Any, InputSpec], Tensor] = lambda values, spec: spec.normalize(values[None])
 
 
-def _check_recording(kind: type[Clip] | type[Sound]) -> Callable[[Path], int]:
+def _recorded(modality: str) -> Medium:
+    """Return the medium of recordings, which every command that reads files accepts."""
+
     def check(path: Path) -> int:
-        kind(path).check()
+        recording(modality, path).check()
         return 1
 
-    return check
+    def batch(sample: Recording, spec: InputSpec) -> Tensor:
+        return sample.tensor(spec)[None]
 
-
-def _batch(recording: Any, spec: InputSpec) -> Tensor:
-    batch: Tensor = recording.tensor(spec)[None]
-    return batch
+    return Medium(MODALITIES[modality].plural, READING, check, batch)
 
 
 MEDIA = {
     "image": Medium(
-        "images",
+        MODALITIES["image"].plural,
         (*READING, "demo", "serve", "web"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
     ),
-    "audio": Medium("sounds", READING, check=_check_recording(Sound), batch=_batch),
-    "video": Medium("video clips", READING, check=_check_recording(Clip), batch=_batch),
+    "audio": _recorded("audio"),
+    "video": _recorded("video"),
     "array": Medium("spectrograms or other arrays"),
 }
 """Media by modality, as in `InputSpec.modality`."""
@@ -164,7 +167,7 @@ def find_readable(dataset: Dataset) -> Readable:
 def check_sample(dataset: Dataset, index: int) -> None:
     """Raise unless a sample can be read: images to the last pixel, clips and sounds by their header."""
     sample = dataset.read(index).image
-    if isinstance(sample, Clip | Sound):
+    if isinstance(sample, Recording):
         sample.check()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from vitrail._checks import as_path
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
 from vitrail.data.labels.masks import MaskReader
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.registry import MEDIA, check_modality, endings_of, modality_of
 from vitrail.data.remote import find_remote, is_remote
 from vitrail.data.sources.arrays import Arrays
@@ -134,11 +135,11 @@ def _open_files(
         return ParquetSource(tables, modality, reader)
     root = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     modality = modality or _modality(paths)
-    medium = MEDIA[modality]
-    files = find_images(paths, medium.extensions, medium.noun)
+    noun, extensions = MODALITIES[modality].noun, MEDIA[modality].extensions
+    files = find_images(paths, extensions, noun)
     for path in map(Path, given):
         if len(given) > 1:
-            _check_holds_files(path, medium.extensions, medium.noun)
+            _check_holds_files(path, extensions, noun)
     return FolderSource(files, root, modality, reader, masks_folder)
 
 

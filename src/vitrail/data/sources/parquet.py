@@ -15,6 +15,7 @@ from typing import Any
 
 from vitrail.data.decode import EXTENSIONS, decode_image
 from vitrail.data.labels.masks import FOREGROUND, MaskReader
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.registry import MEDIA, recording, require
 from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Box, Sample
@@ -113,7 +114,7 @@ class ParquetSource(Source):
         values = self._rows.read(place, where)
         if _bytes(values[self._columns.image]) is None:
             raise ImageError(
-                f"{where}: the row has no {MEDIA[self.modality].noun}; expected its bytes in column "
+                f"{where}: the row has no {MODALITIES[self.modality].noun}; expected its bytes in column "
                 f"{self._columns.image!r} (a path alone is not followed)"
             )
         return partial(_decode, values, self._columns, self._masks, name, where, annotations)
@@ -262,7 +263,7 @@ def _find_columns(path: Path, schema: Any, modality: str | None) -> Columns:
     if image is None and free and modality in (None, "image"):
         known, image = {free[0]: "image"}, free[0]
     if image is None:
-        noun = MEDIA[modality or "image"].noun
+        noun = MODALITIES[modality or "image"].noun
         raise ImageError(
             f"{path}: no column holds {noun}s (columns: {_listed(kinds)}); expected one like "
             f"{next(iter(MEDIA[modality or 'image'].columns))!r}, with the bytes of a file in each row, as Hugging "

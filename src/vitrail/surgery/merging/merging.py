@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitrail._arguments import checked
 from vitrail.adapters import Found, find
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, Schedule
 from vitrail.merging.foresight import Foresight, as_foresight
@@ -613,8 +614,7 @@ class Merging(Handle):
         if size is None:
             return self.layout
         spec = self.found.adapter.input_spec(self.found.trunk)
-        form = "(time, height, width)" if len(spec.size) == 3 else "a number of pixels, or (height, width)"
-        form = "(bands, frames)" if spec.modality == "audio" else form
+        form = MODALITIES[spec.modality].size
         try:
             given = size if hasattr(size, "__len__") else (size, size)
             sides = tuple(operator.index(side) for _, side in zip(spec.size, given, strict=True))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from typing import Any
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import named
 from vitrail.data.labels.targets import KINDS
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec
@@ -144,7 +145,8 @@ class Config:
         Kind("column names separated by commas", "COLUMNS", _parse_tasks), "Columns to learn as tasks.", ()
     )
     modality: str | None = _data(
-        choice("image", "video", "audio"), "What files hold; by default what their endings say (a GIF is an image)."
+        choice(*(name for name in MODALITIES if name != "array")),
+        "What files hold; by default what their endings say (a GIF is an image).",
     )
     sampling: dict[str, Any] = _data(
         mapping(), "Which frames of clips are seen, such as {frames: segments}; spectrograms, such as {rate: 8000}.", {}

@@ -21,7 +21,7 @@ from vitrail.data.dataset import open_dataset
 from vitrail.data.labels.columns import plain_name
 from vitrail.data.labels.targets import MASK_CLASSES, TargetSpec
 from vitrail.data.loading.loader import Keep, make_loader
-from vitrail.data.media.sampling import DEFAULTS
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
@@ -102,7 +102,7 @@ def evaluate(
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
         takes = (known and known.preprocessing) or declared_spec(net)
-        modality = takes.modality if takes is not None and takes.modality in DEFAULTS else None
+        modality = takes.modality if takes is not None and MODALITIES[takes.modality].sampling else None
         classes = rename_classes(_known_classes(known, columns), class_map)
         dense = [names for name, names in (classes or {}).items() if name in targets and targets[name].kind == "dense"]
         dataset = open_dataset(

@@ -32,7 +32,7 @@ from vitrail._atomic_files import write_bytes
 from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder, read_labels
 from vitrail.analysis.statistics import wilson
 from vitrail.data import InputSpec, Spectrogram
-from vitrail.data.media.registry import MEDIA
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.models.saving import WEIGHTS, write_folder
@@ -81,7 +81,7 @@ def embed(
     states = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     size = _check_size(model, states)
     difference = _check_outputs(model, states)
-    noun = MEDIA[labels.preprocessing.modality].noun
+    noun = MODALITIES[labels.preprocessing.modality].noun
     found = [_read(file) for file in evaluations]
     evaluated = _evaluation([one[0][1] for one in found], noun) if found else _evaluation_of_run(labels, noun)
     if found and len(found[0]) > 1:

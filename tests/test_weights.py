@@ -147,10 +147,12 @@ def test_sample_sounds_are_recognized() -> None:
     assert {name: one["speaker"] for name, one in found.items()} == speakers
 
 
-def test_sample_clips_are_recognized() -> None:
+def test_color_and_motion_of_sample_clips_are_recognized() -> None:
     pytest.importorskip("av", reason="clips need PyAV")
     found = predicted("video")
-    assert [f"{one['color']}-{one['shape']}-{one['motion']}" for one in found.values()] == list(samples("video"))
+    for name, one in found.items():  # of the shape it is often wrong, as its card says
+        color, _, motion = name.split("-")
+        assert (one["color"], one["motion"]) == (color, motion)
 
 
 def test_accuracy_of_tiny_matches_the_card(shared_data: Path) -> None:

@@ -218,10 +218,18 @@ def _read(file: Path) -> list[tuple[str, dict[str, Any]]]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         several = found if "unmerged" in found else {"unmerged": found}
         return [
-            (setting, {name: one[name] for name in ("count", "dtype", "accuracy")}) for setting, one in several.items()
+            (setting, {"count": one["count"], "dtype": one["dtype"], "accuracy": _distinct(one["accuracy"])})
+            for setting, one in several.items()
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidOption(f"{file} is not from vitrail evaluate --json ({error})") from error
+
+
+def _distinct(accuracy: Mapping[str, float]) -> dict[str, float]:
+    """Leave out the only head of a task that a class token answers: it repeats the task."""
+    heads = [name for name in accuracy if name.count(".") == 2]
+    single = {name for name in heads if sum(one.rpartition(".")[0] == name.rpartition(".")[0] for one in heads) == 1}
+    return {name: share for name, share in accuracy.items() if name not in single}
 
 
 def _evaluation_of_run(labels: Labels, noun: str) -> list[str]:

@@ -67,6 +67,7 @@ def _curve(axes: Axes, found: Stability, values: tuple[float, ...], title: str) 
 def _map(figure: Any, axes: Axes, found: Stability, title: str, values: list[tuple[float, ...]]) -> None:
     import numpy as np
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
 
     array = np.array(values).T
     largest = float(np.nanmax(array, initial=1e-12))
@@ -80,5 +81,5 @@ def _map(figure: Any, axes: Axes, found: Stability, title: str, values: list[tup
         extent=(found.first, found.first + len(found.loss), 0.5, len(array) + 0.5),
     )
     axes.set(title=title, xlabel="step", ylabel="layer")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(shown, ax=axes)

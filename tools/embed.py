@@ -10,7 +10,7 @@ outputs in half precision.
 To put accuracies into the card, evaluate the bundled model, merged too if you like, and run the tool again, here with
 two more seeds:
 
-    vitrail evaluate vitrail:tiny val.parquet --merge r=0,8,16 --json 0.json
+    vitrail evaluate vitrail:tiny val.parquet --merge r=0,8,16 -o 0.json
     python tools/embed.py runs/tiny --name tiny --about "…" --evaluation 0.json 1.json 2.json
 """
 
@@ -68,7 +68,7 @@ def embed(
         out: the directory to write; existing files are replaced.
         about: description of the dataset: what it is, its source, its license.
         license: license of the weights.
-        evaluations: files from ``vitrail evaluate --json``: of this model first, then of other seeds.
+        evaluations: files from ``vitrail evaluate -o``: of this model first, then of other seeds.
         notes: further sentences for the card.
     """
     if not about.strip():
@@ -222,7 +222,7 @@ def _read(file: Path) -> list[tuple[str, dict[str, Any]]]:
             for setting, one in several.items()
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidOption(f"{file} is not from vitrail evaluate --json ({error})") from error
+        raise InvalidOption(f"{file} is not from vitrail evaluate -o ({error})") from error
 
 
 def _distinct(accuracy: Mapping[str, float]) -> dict[str, float]:

@@ -162,7 +162,7 @@ def test_table_and_plot_of_the_command(watched: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["stability", str(watched), "-o", str(out)])
     assert result.exit_code == 0, result.output
     assert "9 steps, 0 spikes" in result.output
-    assert "attention is scaled to less than a tenth in layers 1, 2" in result.output
+    assert "attention is scaled to less than a tenth in layers 0, 1" in result.output
     row = next(row for row in read_stability(watched).rows() if row["layer"] == 1)
     assert f"{row['mlp'][-1]:.3g}" in result.output
     assert row["mlp"][-1] == pytest.approx(

@@ -49,7 +49,7 @@ def _print(found: Stability) -> None:
     table = console.table("layer", "gradient", "largest", "attention", "MLP", "att. scale", "MLP scale")
     for row in found.rows():
         last = ["–" if name not in row else f"{row[name][-1]:.3g}" for name in columns]
-        table.add_row(str(row["layer"] + 1), f"{row['gradient']:.3g}", f"{row['largest_gradient']:.3g}", *last)
+        table.add_row(str(row["layer"]), f"{row['gradient']:.3g}", f"{row['largest_gradient']:.3g}", *last)
     console.out.print(table)
     console.say(f"{counted(len(found.loss), 'step')}, {counted(len(found.spikes), 'spike')} of the loss")
     for spike in found.spikes:
@@ -58,5 +58,5 @@ def _print(found: Stability) -> None:
         console.say(f"  {steps}: {spike.loss:.4g} after {spike.usual:.4g}{ending}")
     for branch, layers in found.held_back.items():
         if layers:
-            numbers = ", ".join(str(layer + 1) for layer in layers)
+            numbers = ", ".join(map(str, layers))
             console.say(f"Held back: {TITLES[branch]} is scaled to less than a tenth in layers {numbers}")

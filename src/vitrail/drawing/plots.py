@@ -12,10 +12,11 @@ PLOT_FORMATS = ("png", "svg", "pdf")
 
 
 def require_matplotlib(kind: str) -> Any:
-    """Return matplotlib's ``Figure``; raise if the file format is unknown or matplotlib is missing."""
+    """Return matplotlib; raise if the file format is unknown or matplotlib is missing."""
     if kind not in PLOT_FORMATS:
         raise InvalidOption(f"plots are {', '.join(PLOT_FORMATS)} files; got {kind or 'no suffix'!r}")
     try:
-        return import_module("matplotlib.figure").Figure
+        import_module("matplotlib.figure")
+        return import_module("matplotlib")
     except ImportError as error:
         raise InvalidOption("plots need matplotlib; install it with `pip install vitrail[plot]`") from error

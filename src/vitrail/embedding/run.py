@@ -116,9 +116,9 @@ def embed(
     Args:
         model: a supported model, merged or not, on its device; it is set to eval mode.
         data: anything that `vitrail.data.open_dataset` opens, ``s3://`` and ``gs://`` included.
-        out: file to write, shard by shard: ``.parquet``, ``.npy`` for one column, or a directory (a name without an
-            ending, or with ``/`` behind), which keeps the shards. A run that was interrupted is resumed. By default the
-            result stays in memory.
+        out: file to write, shard by shard: ``.parquet``, ``.npy`` for one column, ``.lance``, or a directory (a name
+            without an ending, or with ``/`` behind), which keeps the shards. A run that was interrupted is resumed. By
+            default the result stays in memory.
         tokens: columns: ``class``, ``mean``, ``patches``, ``output``, or ``mean@5`` behind block 5; see `Embedder`.
         dtype: ``float16`` or ``float32``: how features are stored.
         precision: ``float32``, ``float16`` or ``bfloat16``: how the model computes; by default in its own.

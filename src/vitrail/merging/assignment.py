@@ -46,9 +46,9 @@ class Assignment:
         total = self.merge_sizes(weight).gather(1, self.target)
         share = weight / total.masked_fill(total == 0, 1)
         weighted = x.to(work) * share.to(work).unsqueeze(-1)
-        merged = weighted.new_zeros(weighted.shape[0] * self.length, x.shape[2])
-        merged = merged.index_add(0, self._rows(), weighted.flatten(0, 1))
-        return merged.unflatten(0, (-1, self.length)).to(x.dtype)
+        empty = weighted.new_zeros(weighted.shape[0] * self.length, x.shape[2])
+        merged = empty.index_add(0, self._rows(), weighted.flatten(0, 1))
+        return merged.view(weighted.shape[0], self.length, x.shape[2]).to(x.dtype)
 
     def merge_all(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge tokens and sizes (None: all 1); return both, and log₂ of the sizes where a kernel computes it."""

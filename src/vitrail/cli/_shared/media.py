@@ -28,7 +28,7 @@ RANDOM_INPUTS = ("bench", "export")
 WHOLE_DATASETS = ("embed", "predict")
 """Commands that run a model on every sample of a dataset, of any medium."""
 
-READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect")
+READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect", "web")
 """Commands for every medium that has files."""
 
 
@@ -65,7 +65,7 @@ def _recorded(modality: str) -> Medium:
 MEDIA = {
     "image": Medium(
         MODALITIES["image"].plural,
-        (*READING, "demo", "serve", "web"),
+        (*READING, "demo", "serve"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
     ),
@@ -109,9 +109,9 @@ def check_accepted(name: str, spec: InputSpec, command: str) -> None:
         accepted = " or ".join(one.noun for one in MEDIA.values() if command in one.commands)
         raise UnsupportedInput(
             f"{name} takes {medium.noun}, {' × '.join(map(str, spec.shape))}, and vitrail {command} is for models that "
-            f"take {accepted}. From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, and "
-            "look inside with vitrail.record; vitrail.training.load_trained returns the model, and its "
-            "labels.preprocessing normalizes arrays."
+            f"take {accepted}. It runs with {', '.join(sorted(medium.commands))}. From Python, measure it with "
+            "vitrail.training.evaluate, merged or not, and look inside with vitrail.record; "
+            "vitrail.training.load_trained returns the model, and labels.preprocessing normalizes its inputs"
         )
 
 

@@ -127,14 +127,16 @@ class Config:
     labels: str | None = _data(text("COLUMN"), "Column with the class labels; none (with recipe=dino) ignores labels.")
     kind: Any = _data(
         Kind(
-            "one of classification, regression, multilabel, dense, or a mapping of columns to these",
+            "one of classification, regression, multilabel, dense, depth, or a mapping of columns to these",
             "KIND",
             _parse_kind,
         ),
         "What label columns hold; by default numbers with fractions are values, lists several classes.",
     )
     masks: str | None = _data(
-        text("DIR"), "Folder of masks for a folder of images, with files of the same names.", resumable=True
+        text("DIR"),
+        "Folder of masks, or depth maps, for a folder of images, with files of the same names.",
+        resumable=True,
     )
     validation_masks: str | None = _data(text("DIR"), "Folder of masks for the held-out data.", resumable=True)
     mask_classes: Any = _data(

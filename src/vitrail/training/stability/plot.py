@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vitrail.drawing.plots import require_matplotlib
+from vitrail.drawing.theme import LIGHT, PLOT, SERIES
 from vitrail.training.stability.result import BRANCHES, Stability
 
 if TYPE_CHECKING:
@@ -22,15 +24,21 @@ def plot_stability(found: Stability, kind: str = "png") -> bytes:
 
     Return the content of a file, ``png``, ``svg`` or ``pdf``. Spikes of the loss are red.
     """
+    matplotlib = require_matplotlib(kind)
+    with matplotlib.rc_context(PLOT):
+        return _plot(matplotlib.figure.Figure, found, kind)
+
+
+def _plot(make: Callable[..., Any], found: Stability, kind: str) -> bytes:
     maps = _maps(found)
     count = 2 + len(maps)
     columns = 4 if count > 6 else 3
     rows = -(-count // columns)
-    figure = require_matplotlib(kind)(figsize=(4.4 * columns, 3.4 * rows), layout="constrained")
+    figure = make(figsize=(4.4 * columns, 3.4 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     _curve(panels[0], found, found.loss, "loss")
     for spike in found.spikes:
-        panels[0].axvspan(spike.first - 0.5, spike.last + 0.5, color="tab:red", alpha=0.3, linewidth=0)
+        panels[0].axvspan(spike.first - 0.5, spike.last + 0.5, color=LIGHT["ruby"], alpha=0.3, linewidth=0)
     _curve(panels[1], found, found.gradient, "gradient norm before clipping")
     panels[1].set_yscale("log")
     for axes, (title, values) in zip(panels[2:], maps.items(), strict=False):
@@ -38,7 +46,7 @@ def plot_stability(found: Stability, kind: str = "png") -> bytes:
     for axes in panels[count:]:
         axes.set_visible(False)
     content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=110)
+    figure.savefig(content, format=kind)
     return content.getvalue()
 
 
@@ -59,9 +67,8 @@ def _maps(found: Stability) -> dict[str, list[tuple[float, ...]]]:
 
 
 def _curve(axes: Axes, found: Stability, values: tuple[float, ...], title: str) -> None:
-    axes.plot(range(found.first, found.first + len(values)), values, linewidth=0.8)
+    axes.plot(range(found.first, found.first + len(values)), values, linewidth=0.8, color=SERIES[0])
     axes.set(title=title, xlabel="step")
-    axes.grid(alpha=0.3)
 
 
 def _map(figure: Any, axes: Axes, found: Stability, title: str, values: list[tuple[float, ...]]) -> None:
@@ -78,8 +85,9 @@ def _map(figure: Any, axes: Axes, found: Stability, title: str, values: list[tup
         origin="lower",
         cmap="viridis",
         norm=LogNorm(smallest, largest),
-        extent=(found.first, found.first + len(found.loss), 0.5, len(array) + 0.5),
+        extent=(found.first, found.first + len(found.loss), -0.5, len(array) - 0.5),
     )
     axes.set(title=title, xlabel="step", ylabel="layer")
+    axes.grid(False)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(shown, ax=axes)

@@ -14,6 +14,7 @@ from tests.training.toys import FIELDS, difference, finish, make_photos, start, 
 from vitrail._distributed import World
 from vitrail.errors import TrainingError
 from vitrail.models import create_model
+from vitrail.surgery.saving import Settings
 from vitrail.training import Event, train
 from vitrail.training.distributed import explain_failures, find_blocks
 
@@ -54,6 +55,15 @@ def trained(folder: Path, name: str, **fields: Any) -> dict[str, torch.Tensor]:
 
 def test_ddp_gives_the_weights_of_one_rank(together: Path) -> None:
     assert difference(weights(together / "ddp" / "last"), trained(together, "one", **MIXED)) < 1e-5
+
+
+def test_added_tokens_learn_the_same_with_two_ranks(together: Path) -> None:
+    trained_fields = {"model": str(together / "ddp" / "last"), "options": {}, "image_size": None, "patch_size": None}
+    fields = {**FIELDS, **trained_fields, "tokens": None, "add_tokens": "register=2", "epochs": 1}
+    train(data=str(together / "photos"), out=str(together / "added-alone"), **fields)
+    ranks, alone = (Settings.read(together / name / "last").tensors for name in ("added", "added-alone"))
+    assert difference(dict(ranks), dict(alone)) < 1e-5
+    assert float(ranks["tokens.gates"].abs().max()) > 0.1
 
 
 def test_fsdp_gives_the_weights_of_one_rank(together: Path) -> None:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from vitrail.cli._shared import console
 from vitrail.cli._shared.options import with_present_names
 from vitrail.cli._shared.ranks import exit_at_once
+from vitrail.errors import shortened
 
 COMMANDS = {
     "merge": "Merge a model's tokens on your images, and draw the groups as stained glass.",
@@ -30,6 +31,9 @@ COMMANDS = {
     "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
 }
 """What each command does. Its file has the function of its name, whose docstring says more, and the examples."""
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""Base class of the errors of options and arguments; typer exports its subclasses alone."""
 
 STYLE: dict[str, Any] = {
     "add_completion": False,
@@ -55,6 +59,14 @@ class Commands(TyperGroup):
             console.use_options(command.params)
             rest = with_present_names(rest, {one for given in command.params for one in given.opts})
         return name, command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; an error of usage repeats the value that was given, of any length, so it is cut."""
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            error.message = shortened(error.message)  # type: ignore[attr-defined]
+            raise
 
 
 app = typer.Typer(

@@ -351,9 +351,9 @@ def _specs(
     specs += [TokenSpec("distillation", Role.DISTILLATION)] if distillation else []
     specs += [TokenSpec("registers", Role.REGISTER, registers)] if registers else []
     specs += [TokenSpec(name, Role.TASK, classes=outputs) for name, outputs in (tasks or {}).items()]
-    if isinstance(tokens, TokenSpec | Mapping) or not isinstance(tokens, Iterable):
-        raise InvalidOption(f"tokens is a list of TokenSpec objects; got {tokens!r}")
-    checked = check_specs([*specs, *tokens])
+    if isinstance(tokens, TokenSpec | Mapping):
+        raise InvalidOption(f"tokens is a list of TokenSpec objects; got {shown(tokens)}")
+    checked = check_specs([*specs, *check_specs(tokens)])
     if not checked:
         raise InvalidOption("no tokens to add; set registers=, tasks=, classes=, distillation= or tokens=")
     return checked

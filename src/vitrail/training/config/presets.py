@@ -30,7 +30,7 @@ _VALUES: dict[str, tuple[Any, Any, Any, Any]] = {
     "patch_size": (8, 8, None, None),
 }
 
-ADDED_LR = 5e-3
+ADDED_LR = 1e-2
 """Peak learning rate of tokens added to a trained model, and of their heads: they start from noise."""
 
 GATE_RATE = 10

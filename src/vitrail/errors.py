@@ -34,16 +34,12 @@ MAX_MESSAGE = 2000
 """Longest message: values of any size may be given, and a message that repeats one must not fill the screen."""
 
 
-def shortened(text: str) -> str:
-    """Return a message, cut in its middle if it is longer than `MAX_MESSAGE`."""
-    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 500]} … {text[-450:]}"
-
-
 class VitrailError(Exception):
     """Base class of all errors that Vitrail raises."""
 
     def __str__(self) -> str:
-        return shortened(super().__str__())
+        text = super().__str__()
+        return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 500]} … {text[-450:]}"
 
 
 class UnsupportedModel(VitrailError):

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from vitrail.cli._shared import console
 from vitrail.cli._shared.options import with_present_names
 from vitrail.cli._shared.ranks import exit_at_once
-from vitrail.errors import shortened
+from vitrail.errors import VitrailError
 
 COMMANDS = {
     "merge": "Merge a model's tokens on your images, and draw the groups as stained glass.",
@@ -65,7 +65,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
-            error.message = shortened(error.message)  # type: ignore[attr-defined]
+            error.message = str(VitrailError(error.message))  # type: ignore[attr-defined]
             raise
 
 

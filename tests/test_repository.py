@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,20 @@ def fresh_import() -> dict[str, Any]:
     run = subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(run.stdout)
     return result
+
+
+def test_architecture_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.(?:py|js|css|md))\b", text))
+    assert len(named) > 60
+    assert not [name for name in named if not (ROOT / "src/vitrail" / name).exists() and not (ROOT / name).exists()]
+
+
+def test_folders_hold_about_twelve_modules() -> None:
+    package = ROOT / "src" / "vitrail"
+    modules = Counter(path.parent.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    del modules["cli"]  # one file per command
+    assert {folder: count for folder, count in modules.items() if count > 13} == {}
 
 
 def test_newest_changelog_entry_is_this_version() -> None:

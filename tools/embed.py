@@ -9,7 +9,7 @@ outputs in half precision.
 
 To put accuracies into the card, evaluate the bundled model and run the tool again, here with two more seeds:
 
-    vitrail evaluate vitrail:tiny val.parquet --json 0.json
+    vitrail evaluate vitrail:tiny val.parquet -o 0.json
     python tools/embed.py runs/tiny --name tiny --about "…" --evaluation 0.json 1.json 2.json
 """
 
@@ -63,7 +63,7 @@ def embed(
         out: the directory to write; existing files are replaced.
         about: description of the dataset: what it is, its source, its license.
         license: license of the weights.
-        evaluations: files from ``vitrail evaluate --json``: of this model first, then of other seeds.
+        evaluations: files from ``vitrail evaluate -o``: of this model first, then of other seeds.
         notes: further sentences for the card.
     """
     if not about.strip():
@@ -192,7 +192,7 @@ def _read(file: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {name: found[name] for name in ("count", "dtype", "accuracy")}
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidOption(f"{file} is not from vitrail evaluate --json ({error})") from error
+        raise InvalidOption(f"{file} is not from vitrail evaluate -o ({error})") from error
 
 
 def _evaluation_of_run(labels: Labels) -> list[str]:

@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = (
     *("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"),
     *("benchmarks/**/*.md", "experiments/**/*.md", "experiments/**/*.png", "experiments/methods/*.py"),
-    *("recipes/*.yaml", "examples/*.ipynb", "src/vitrail/weights/*/CARD.md"),
+    *("recipes/*.yaml", "examples/*.ipynb", "src/vitrail/weights/*/CARD.md", "src/vitrail/web/page/icon.svg"),
 )
 """Files of the site that are not in ``docs/``, as patterns from the root of the repository."""
 
-RENAMED = {"README.md": "index.md", "src/vitrail/weights/": "weights/"}
+RENAMED = {"README.md": "index.md", "src/vitrail/weights/": "weights/", "src/vitrail/web/page/": "images/"}
 """Beginnings of paths that are others on the site."""
 
 PACKAGES = {
@@ -54,8 +54,8 @@ _CODE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the files outside ``docs/`` and the generated pages."""
-    for path in _outside():
-        files.append(File.generated(config, _on_site(path), abs_src_path=str(ROOT / path)))
+    for path in outside():
+        files.append(File.generated(config, site_uri(path), abs_src_path=str(ROOT / path)))
     for uri, text in {**_api_pages(), "reference/commands.md": _commands_page()}.items():
         files.append(File.generated(config, uri, content=text))
     return files
@@ -71,10 +71,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def moved(link: re.Match[str]) -> str:
         path = os.path.normpath(PurePosixPath(source).parent / link["target"])
-        uri = _on_site(path)
+        uri = site_uri(path)
         if uri not in known:
             uri = f"{uri}/README.md" if f"{uri}/README.md" in known else uri
-        target = link["target"] if uri not in known else os.path.relpath(uri, PurePosixPath(site).parent)
+        if uri not in known:
+            return link[0]
+        from_url = link["before"] == 'src="'  # HTML is left as it is: its links start at the page's address
+        target = os.path.relpath(uri, page.file.url if from_url else PurePosixPath(site).parent)
         return f"{link['before']}{target}{link['after']}"
 
     pieces, at = [], 0
@@ -89,12 +92,13 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     return _SHORTENED.sub(r"<code>\1</code>", _ROLE.sub("", html))
 
 
-def _outside() -> Iterator[str]:
+def outside() -> Iterator[str]:
+    """Yield the files of the site that are not in ``docs/``, as paths from the root of the repository."""
     for pattern in OUTSIDE:
         yield from sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
-def _on_site(path: str) -> str:
+def site_uri(path: str) -> str:
     """Return the place on the site of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
@@ -108,7 +112,7 @@ def _in_repository(uri: str, docs: Path) -> str | None:
     """Return the path in the repository of a page of the site; None for generated pages."""
     if (docs / uri).is_file():
         return f"docs/{uri}"
-    return next((path for path in _outside() if _on_site(path) == uri), None)
+    return next((path for path in outside() if site_uri(path) == uri), None)
 
 
 def _api_pages() -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Plots in one style: every seed is a dot, in colors that color-blind readers can tell apart."""
+"""Plots in the theme of the package; every seed is a dot."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,32 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from vitrail.drawing.theme import LIGHT, PLOT, SERIES
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""The palette of Okabe and Ito, most distinct first."""
+COLORS = SERIES
+INK, PALE = LIGHT["soft"], LIGHT["rule"]
+"""Colors of references and of what is in the background."""
 
-INK, PALE = "#333333", "#dddddd"
-
-STYLE: dict[str, Any] = {
-    "font.size": 10,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": PALE,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 192,
-}
+TITLE = 36
+"""Most characters in a line of a title that is a claim."""
 
 Groups = Mapping[str, Sequence[float]]
 Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
@@ -48,7 +34,7 @@ def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context(cast(Any, STYLE)):
+    with plt.rc_context(cast(Any, PLOT)):
         fig, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
         try:
             yield list(axes[0])
@@ -58,11 +44,17 @@ def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 
 
 
 def dots(
-    axes: Axes, groups: Groups, label: str, *, colors: Mapping[str, str] | None = None, spread: bool = True
+    axes: Axes,
+    groups: Groups,
+    label: str,
+    *,
+    colors: Mapping[str, str] | None = None,
+    spread: bool = True,
+    title: str = "",
 ) -> None:
     """Draw each group as one dot per value, with the mean and a band of one standard deviation to either side.
 
-    Groups are listed from top to bottom. With ``spread=False`` only the dots are drawn.
+    Groups are listed from top to bottom; the title adds which is highest. With ``spread=False`` only dots are drawn.
     """
     for position, (name, values) in enumerate(groups.items()):
         color = (colors or {}).get(name, COLORS[0])
@@ -77,6 +69,24 @@ def dots(
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
+    if spread:
+        axes.set_title(textwrap.fill(": ".join(filter(None, (title, claim(groups)))), TITLE), fontsize=9)
+
+
+def claim(groups: Groups) -> str:
+    """Return which group has the highest mean, and whether values of others reach into its own.
+
+    >>> claim({"a": [1, 2], "b": [3, 4]}), claim({"a": [1, 3.5], "b": [3, 4]})
+    ('highest: b, without overlap', 'highest on average: b; a overlaps')
+    """
+    if len(groups) < 2:
+        return ""
+    top = max(groups, key=lambda name: float(np.mean(groups[name])))
+    overlapping = [name for name, values in groups.items() if name != top and max(values) >= min(groups[top])]
+    if not overlapping:
+        return f"highest: {top}, without overlap"
+    others = f"{overlapping[0]} overlaps" if len(overlapping) == 1 else f"{len(overlapping)} others overlap"
+    return f"highest on average: {top}; {others}"
 
 
 def jitter(position: float, count: int) -> list[float]:

@@ -73,6 +73,8 @@ FAMILIES: dict[str, Family] = {
     "Swin (timm)": Family(_WINDOWED["swin"], "timm:swin_tiny_patch4_window7_224"),
     "Swin V2 (timm)": Family(_WINDOWED["swin-v2"], "timm:swinv2_tiny_window8_256", False),
     "Hiera (timm)": Family(_WINDOWED["hiera"], "timm:hiera_tiny_224"),
+    "MViT v2 (timm)": Family(_WINDOWED["mvit"], "timm:mvitv2_tiny"),
+    "SAM (timm)": Family(_WINDOWED["samvit"], "timm:samvit_base_patch16", False),
     "ViT, DeiT (transformers)": Family(_HF["deit-head"], "hf:facebook/deit-base-distilled-patch16-224", False),
     "DINOv2, with registers (transformers)": Family(_HF["registers-head"], "hf:facebook/dinov2-with-registers-base"),
     "DINOv3 (transformers)": Family(transformers_dinov3.CASES["plain"], "hf:facebook/dinov3-vits16-pretrain-lvd1689m"),
@@ -96,6 +98,7 @@ FAMILIES: dict[str, Family] = {
     "Swin (transformers)": Family(_WINDOWED["hf-swin"], "hf:microsoft/swin-tiny-patch4-window7-224", False),
     "SAM (transformers)": Family(_WINDOWED["sam"], "hf:facebook/sam-vit-base"),
     "SAM 2 (transformers)": Family(_WINDOWED["sam2"], "hf:facebook/sam2.1-hiera-tiny", False),
+    "ViTDet (transformers)": Family(_WINDOWED["vitdet"], "hf:google/vitdet-base-patch16-224"),
     "VideoMAE (transformers)": Family(
         transformers_video.CASES["videomae-head"], "hf:MCG-NJU/videomae-base-finetuned-kinetics"
     ),

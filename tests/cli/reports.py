@@ -20,13 +20,18 @@ class Report:
         self.model = {"name": name}
         self.data = {"images": images}
         self.norms = {"threshold": 12.5, "outlier_share": share, "onset": 1, "confidence": 1.0, "per_layer": [{}, {}]}
+        self.norms["num_images"] = images
+        self.next_step = "Use a model with registers."
         listed = [{"name": name, "reason": reason} for name, reason in skipped]
         self.problems = {"skipped": listed, "num_skipped": len(skipped), "num_not_finite_images": 0}
         self.cure = {"effect": "gone", "after": {"outlier_share": 0.001}, "control": {"outlier_share": share}}
         self.verdict = f"{name} has artifact tokens."
 
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
     def to_json(self) -> str:
-        return json.dumps(vars(self)) + "\n"
+        return json.dumps(self.to_dict()) + "\n"
 
     def save(self, path: Path) -> None:
         path.write_text("<html>", encoding="utf-8")
@@ -48,6 +53,9 @@ class Comparison:
         self.reports = a, b
         self.verdict = f"{a.model['name']} against {b.model['name']}."
         self.remarks = [] if a.data == b.data else ["The reports are about different images."]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, "remarks": self.remarks}
 
     def save(self, path: Path) -> None:
         path.write_text(self.verdict, encoding="utf-8")

@@ -49,7 +49,13 @@ def test_verdict_table_and_files(reports: FakeReports, images: Path, tmp_path: P
     text = one_line(result.stdout)
     assert text.startswith(f"{MODEL} has artifact tokens.")
     assert "with test-time registers 0.1 % of patch tokens; 2 % with random neurons" in text
-    for part in ("images 5", "norm 12.5", "outliers 2 % of patch tokens", "since layer 1 of 2", "confidence 99.9 %"):
+    for part in (
+        "images 5",
+        "norm 12.5",
+        "high-norm tokens 2 % of patch tokens",
+        "since layer 1 of 2",
+        "confidence few images",
+    ):
         assert part in text
     assert text.endswith(f"Report: {out}, with its values in report.json")
     assert "random weights" in result.stderr

@@ -15,6 +15,7 @@ from tests.cli.words import one_line
 from vitrail.cli import app
 from vitrail.data import InputSpec, read_image, to_tensor
 from vitrail.drawing import stained_glass
+from vitrail.drawing.groups import enlarged
 from vitrail.errors import UnsupportedInput
 
 MODEL = "timm:vit_tiny_patch16_224"
@@ -102,9 +103,11 @@ def test_all_files_are_written_with_correct_values(photos: Path, tmp_path: Path)
         assert entry["seconds_before"] > 0
         assert entry["seconds_after"] > 0
         glass = read_image(out / entry["files"]["glass"])
-        assert glass == stained_glass(image, trace.groups[0].reshape(4, 4))
-        sheet = np.asarray(read_image(out / entry["files"]["side-by-side"]))
-        assert (sheet[4 : 4 + image.height, 4 : 4 + image.width] == np.asarray(image)).all()
+        large = enlarged(image)
+        assert max(large.size) == 768
+        assert glass == stained_glass(large, trace.groups[0].reshape(4, 4))
+        sheet, margin = np.asarray(read_image(out / entry["files"]["side-by-side"])), round(0.04 * min(large.size))
+        assert (sheet[margin : margin + large.height, margin : margin + large.width] == np.asarray(large)).all()
 
     text = (out / "summary.md").read_text(encoding="utf-8")
     assert "| a.png | 4 | 17 → 5 |" in text

@@ -55,7 +55,7 @@ def test_training_prints_progress_paths_and_next_steps(trained: tuple[Path, Resu
 def test_printed_next_steps_work(trained: tuple[Path, Result], photos: Path, tmp_path: Path) -> None:
     folder, _ = trained
     values = tmp_path / "result.json"
-    result = run("evaluate", folder, photos, "--merge", "r=2", "--confusion", "--json", values, "--device", "cpu")
+    result = run("evaluate", folder, photos, "--merge", "r=2", "--confusion", "-o", values, "--device", "cpu")
     assert result.exit_code == 0, result.output
     text = one_line(result.stdout)
     assert "24 images, merged: r=2" in text

@@ -48,6 +48,6 @@ def test_a_model_may_be_named_once(model: str) -> None:
 
 
 def test_the_page_has_its_scripts_and_nothing_of_python() -> None:
-    files = page_files()
+    files = page_files(["image"])
     assert {"index.html", "style.css", "app.js", "backend.js", "worker.js", "samples/church.png"} <= files.keys()
     assert not [name for name in files if name.endswith((".py", ".gz"))]

@@ -1,5 +1,7 @@
 """The documentation: all pages are in the navigation, all links lead somewhere, and the site builds."""
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -50,12 +52,40 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages <= set(listed(config["nav"]))
 
 
+def test_links_lead_somewhere_on_the_site() -> None:
+    """The site has fewer files than a checkout: a link to a file of the repository may be broken there alone."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "tools" / "site_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    site_pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site_pages)
+    docs = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*") if path.is_file()}
+    sources = {site_pages.site_uri(path): path for path in {*docs, *site_pages.outside()}}
+    generated = {f"reference/{name}.md" for name in ("index", "commands", *site_pages.PACKAGES)}
+    broken = []
+    for source in sorted(path for path in sources.values() if path.endswith(".md")):
+        for link in LINK.finditer(CODE.sub("", (ROOT / source).read_text(encoding="utf-8"))):
+            if not link["path"] or "://" in link["path"] or link["path"].startswith("mailto:"):
+                continue
+            target = site_pages.site_uri(os.path.normpath(Path(source).parent / link["path"]))
+            if not {target, f"{target}/README.md"} & {*sources, *generated}:
+                broken.append(f"{source}: {link[0]}")
+    assert broken == []
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="building the site needs the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    pages = list((tmp_path / "site").glob("**/*.html"))
+    images = [
+        (page, source) for page in pages for source in re.findall(r'<img[^>]* src="([^":]+)"', page.read_text("utf-8"))
+    ]
+    assert len(images) > 30
+    assert [str(page) for page, source in images if not (page.parent / source).is_file()] == []
     commands = (tmp_path / "site" / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
     assert "--keep" in commands
     merge = (tmp_path / "site" / "reference" / "vitrail" / "index.html").read_text(encoding="utf-8")

@@ -17,11 +17,15 @@ from tests.parity.models.timm_eva import named as named_eva
 from tests.parity.models.timm_vit import named, vit
 from tests.parity.models.transformers_vit import build
 from tests.parity.models.transformers_vit import vit as hf_vit
+from tests.parity.models.windowed import timm_swin
 
 
 @dataclass(frozen=True)
 class Example:
-    """A model with two blocks, its merging options, and the tokens that leave its blocks."""
+    """A model with two blocks, its merging options, and the tokens that leave its blocks.
+
+    Inside windows, these are the tokens that the MLPs work on.
+    """
 
     make: Callable[[], nn.Module]
     tokens: list[int]
@@ -53,6 +57,7 @@ EXAMPLES = {
     "timm DINOv3": Example(
         partial(named_eva, "vit_small_patch16_dinov3", depth=2), [17, 13], {"output": ("batch", 5)}, {"keep": 0.5}
     ),
+    "timm Swin": Example(partial(timm_swin, depths=(1, 1)), [52, 13], {"output": ("batch", 5)}, {"r": 3}),
     "transformers ViT": Example(
         partial(hf_vit, hf.ViTForImageClassification, num_hidden_layers=2),
         [14, 11],

@@ -11,7 +11,7 @@ import vitrail
 from tests.export.models import EXAMPLES
 from vitrail.export import ExportError, _export, export
 from vitrail.export._trace import PlainModel, named_tensors, trace
-from vitrail.export._verify import compare, count_tokens
+from vitrail.export._verify import check_tokens, compare
 
 
 class Fake:
@@ -72,20 +72,25 @@ def test_wrong_shapes_names_and_failures() -> None:
         compare(double, Fake(), (2, 4), torch.float32, 1e-4, 1)
 
 
-def test_count_tokens() -> None:
+def test_check_tokens() -> None:
     values = (
         (("", "model", "model.0.attn"), (9, 17, 8)),
         (("", "model", "model.0.mlp", "model.0.mlp.fc1"), (9, 14, 32)),
         (("", "model", "model.0.mlp"), (3,)),
         (("", "model", "model.1.mlp.fc2"), (9, 11, 8)),
+        (("", "model", "model.1.mlp.fc2"), (18, 7, 8)),
         (("", "model", "model.1.mlp2"), (9, 99, 8)),
     )
-    feeds = [["model.0.mlp"], ["model.1.mlp"]]
-    assert count_tokens(Fake(values=values), feeds) == [14, 11]
+    readers, expected = [["model.0.mlp"], ["model.1.mlp"]], [{14}, {7, 11}]
+    check_tokens(Fake(values=values), readers, expected)
+    check_tokens(Fake(values=values[:3]), [["model.0.mlp"], []], expected)  # nothing to look at
+    check_tokens(Fake(values=values), readers, [{14}, set()])  # runs as it is
+    with pytest.raises(ExportError, match="7, 11 tokens leave block 1, expected 8, 11"):
+        check_tokens(Fake(values=values), readers, [{14}, {8, 11}])
     with pytest.raises(ExportError, match=r"block 1 \(found: nothing\)"):
-        count_tokens(Fake(values=values[:3]), feeds)
-    with pytest.raises(ExportError, match=r"block 0 \(found: 1., 1.\)"):
-        count_tokens(Fake(values=(*values, (("model.0.mlp",), (9, 17, 8)))), feeds)
+        check_tokens(Fake(values=values[:3]), readers, expected)
+    with pytest.raises(ExportError, match="14, 17 tokens leave block 0"):
+        check_tokens(Fake(values=(*values, (("model.0.mlp",), (9, 17, 8)))), readers, expected)
 
 
 def test_unmerged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +108,7 @@ def test_unmerged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_export, "trace", unmerged)
     path = tmp_path / "model.pt2"
     path.write_bytes(b"old")
-    with pytest.raises(ExportError, match=r"\[17, 17\] tokens leave its blocks, expected \[14, 11\]"):
+    with pytest.raises(ExportError, match="17 tokens leave block 0, expected 14"):
         export(EXAMPLES["timm class token"].merged(), path, tolerance=10.0)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
     assert path.read_bytes() == b"old"

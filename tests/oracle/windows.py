@@ -50,12 +50,17 @@ class Block:
     Attributes:
         bias: (H, cells, cells), or None.
         vectors: (cells, cells, d), whose product with a query is a bias, or None.
+        mix: computes the queries (q), keys (k) or values (v) of all cells (cells, H, d) from those of their neighbors,
+            where every token stands in the cells of its members; a token has the mean over its members.
+        residual: whether queries are added to what attention returns.
     """
 
     parts: Parts
     windows: list[Window]
     bias: Tensor | None = None
     vectors: Tensor | None = None
+    mix: Callable[[Tensor, str], Tensor] | None = None
+    residual: bool = False
 
     def key(self) -> list[tuple[Cells, list[list[bool]]]]:
         """What must be the same for tokens to stay merged."""
@@ -119,6 +124,8 @@ def _attend(block: Block, tokens: list[Token], empty: list[int], proportional: b
     padded = torch.cat([y, y.new_zeros(len(empty), y.shape[1])])
     q = parts.q_norm(parts.q(y))
     k, v = parts.k_norm(parts.k(padded)), parts.v(padded)
+    if block.mix is not None:
+        q, k, v = (_mixed(block.mix, one, name, tokens) for name, one in (("q", q), ("k", k), ("v", v)))
     metric = matching_metric(k[: len(tokens)])
     keys = [*(token.members for token in tokens), *([cell] for cell in empty)]
     sizes = [*(token.size for token in tokens), *(1 for _ in empty)]
@@ -139,11 +146,21 @@ def _attend(block: Block, tokens: list[Token], empty: list[int], proportional: b
             logits = logits + torch.stack(rows)
         weights = torch.exp(logits - logits.amax(-1, keepdim=True))
         shares = weights / weights.sum(-1, keepdim=True)
-        out.append((shares[..., None] * v[None, :, head]).sum(1))
+        out.append((shares[..., None] * v[None, :, head]).sum(1) + (q[:, head] if block.residual else 0))
     x = x + parts.gain_attend(parts.after_attend(parts.project(torch.cat(out, -1))))
     for token, vector in zip(tokens, x, strict=True):
         token.vector = vector
     return metric
+
+
+def _mixed(mix: Callable[[Tensor, str], Tensor], x: Tensor, name: str, tokens: list[Token]) -> Tensor:
+    """Return what a block mixes on the grid, for each token the mean over the cells of its members."""
+    cells: list[Tensor | None] = [None] * sum(len(token.members) for token in tokens)
+    for vector, token in zip(x, tokens, strict=True):
+        for cell in token.members:
+            cells[cell] = vector
+    mixed = mix(torch.stack(cells), name)  # type: ignore[arg-type]
+    return torch.stack([torch.stack([mixed[cell] for cell in token.members]).mean(0) for token in tokens])
 
 
 def _mean(values: list[float]) -> float:

@@ -136,7 +136,7 @@ def test_figures_are_printed_before_a_file_is_written(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("vitrail._atomic_files.rename_all", full)
-    result = run("evaluate", model, tmp_path / "data", "--device", "cpu", "--json", tmp_path / "out.json")
+    result = run("evaluate", model, tmp_path / "data", "--device", "cpu", "-o", tmp_path / "out.json")
     assert result.exit_code == 2
     assert "Loss" in result.stdout
     assert "No space left" in result.stderr

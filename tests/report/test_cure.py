@@ -81,11 +81,11 @@ def test_the_page_has_the_section(found: tuple[nn.Module, Tensor, Report]) -> No
     page = report.to_html()
     assert "Test-time registers work here" in page
     assert "vitrail.test_time_registers(model, images, neurons=10)" in page
-    assert "norms before: 2 outliers" in page
-    assert "norms after: 0 outliers" in page
+    assert "norms before: 2 high-norm tokens" in page
+    assert "norms after: 0 high-norm tokens" in page
     assert "attention of class after" in page
     loaded = Report.from_dict(report.to_dict())
-    assert "norms after: 0 outliers" in loaded.to_html()
+    assert "norms after: 0 high-norm tokens" in loaded.to_html()
     assert loaded.to_dict() == report.to_dict()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.report.models import inspect, inspect_quickly, planted, random_images, small
+from tests.report.models import PLANTED, inspect, inspect_quickly, planted, random_images, small
 from vitrail.report import Report
 from vitrail.report.context import Context
 from vitrail.report.page import images
@@ -92,9 +92,54 @@ def test_every_drawing_has_a_label(page: str) -> None:
 def test_page_has_every_section_and_the_verdict_first(page: str, report: Report) -> None:
     assert len(report.images) == 8
     assert set(report.sections) == set(section_keys())
-    places = [page.index(f'id="{section.anchor}"') for section in SECTIONS]
+    empty = {"registers", "sinks"}
+    places = [page.index(f'id="{section.anchor}"') for section in SECTIONS if section.anchor not in empty]
+    assert not any(f'id="{anchor}"' in page for anchor in empty)
+    assert "Registers: the model has no register tokens" in page[page.index('id="absent"') :]
     assert page.index("This model has artifact tokens") < places[0]
     assert places == sorted(places)
+
+
+def test_what_to_do_next_is_one_line_on_top(page: str, report: Report) -> None:
+    first = recommendations(report.norms, report.registers, report.cure)[0]
+    assert report.next_step == first
+    assert page.index("What to do next:") < page.index(first) < page.index("<nav")
+
+
+def test_sections_conclude_from_their_values(report: Report) -> None:
+    sentences = {
+        section.key or section.anchor: section.conclude(report) for section in SECTIONS if section.blocks(report)
+    }
+    assert sentences["images"] == "24 images of 24 have artifact tokens."
+    assert sentences["layers"] == "Every layer from layer 2 on has artifacts."
+    assert sentences["redundancy"].startswith("High-norm tokens ")
+    assert f"{number(max(one['norm'] for one in report.high_norm_tokens['tokens']))}, " in sentences["high_norm_tokens"]
+    assert sentences["attention"].startswith("High-norm tokens get")
+    assert sentences["probes"].startswith("A normal patch knows its position in")
+
+
+def test_high_norm_tokens_are_listed_with_their_patches(page: str, report: Report) -> None:
+    tokens = report.high_norm_tokens["tokens"]
+    assert [one["norm"] for one in tokens] == sorted((one["norm"] for one in tokens), reverse=True)
+    assert {(one["row"], one["column"]) for one in tokens} == {divmod(place, 8) for place in PLANTED}
+    norms = {one.index: one.norms for one in report.images}
+    assert all(one["norm"] == pytest.approx(norms[one["image"]][one["patch"]], rel=1e-4) for one in tokens)
+    assert all(one["border"] == (one["row"] in (0, 7) or one["column"] in (0, 7)) for one in tokens)
+    assert report.high_norm_tokens["border_share"] == pytest.approx(28 / 64)
+    assert page.count("Patch of a high-norm token in") == len(tokens) == 16
+
+
+@pytest.mark.parametrize(("patch", "corner"), [(0, (0, 0)), (9, (0, 0)), (27, (16, 16)), (63, (48, 48))])
+def test_a_crop_stays_inside_the_image(report: Report, patch: int, corner: tuple[int, int]) -> None:
+    crop = images.patch_panel(report.images[0], patch, "", 2)
+    assert (crop.left, crop.top) == corner
+    assert (crop.width, crop.height) == (80, 80)
+
+
+def test_few_images_are_a_first_impression_without_a_confidence() -> None:
+    page = inspect_quickly(small(), random_images(6)).to_html()
+    assert "Only 6 images" in page
+    assert "Confidence:" not in page
 
 
 def test_a_section_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

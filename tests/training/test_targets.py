@@ -89,6 +89,36 @@ def test_masks(squares: Path, tmp_path: Path, head: str) -> None:
     assert evaluate(run.last, squares, seconds=0, look=0, merge={"r": 2}).miou["fused"] > 0.5
 
 
+def test_depth_maps(squares: Path, tmp_path: Path) -> None:
+    """Depths of millimeters in 16 bits or in arrays, the bright square being near; every fourth row is unknown."""
+    for folder in ("images", "png", "npy"):
+        (tmp_path / folder).mkdir()
+    for number in range(32):
+        pixels = Image.open(squares.parent / f"{number}.png")
+        pixels.save(tmp_path / f"images/{number}.png")
+        depths = np.where(np.asarray(pixels)[..., 0] > 100, 1000, 3000).astype(np.uint16)
+        depths[::4] = 0
+        Image.fromarray(depths).save(tmp_path / f"png/{number}.png")
+        np.save(tmp_path / f"npy/{number}.npy", depths.astype(np.float64))
+    fields = {"kind": "depth", "validation": "none", "augment": "strong", "mixup": None, "crop_min": 0.5}
+    data = {"data": str(tmp_path / "images"), "masks": str(tmp_path / "png"), "out": str(tmp_path / "run")}
+    run = train(**FIELD | fields | data)
+    given: dict[str, Any] = {"masks": tmp_path / "npy", "seconds": 0, "look": 0}
+    found = evaluate(run.last, tmp_path / "images", **given)
+    assert found.count == 32
+    assert found.score == found.r2["fused"] > 0.7
+    model, labels = load_trained(run.last)
+    target = labels.targets["depth"]
+    assert 2000 < target.mean < 3000
+    dataset = open_dataset(tmp_path / "images", kind="depth", masks=tmp_path / "npy")
+    (batch,) = dataset.batches(labels.preprocessing, 32)
+    with torch.no_grad():  # by hand, in the units of the depths
+        errors = target.mean + target.std * model(batch.images).dense[:, 0] - batch.masks
+    assert batch.masks.isnan().float().mean() == 0.25
+    assert found.rmse["fused"] == pytest.approx(errors[~errors.isnan()].square().mean().sqrt().item(), rel=1e-4)
+    assert evaluate(run.last, tmp_path / "images", **given, merge={"r": 2}).r2["fused"] > 0.5
+
+
 def test_tasks_of_every_kind_resume_and_are_fine_tuned(squares: Path, tmp_path: Path) -> None:
     fields = FIELD | {"data": str(squares), "tasks": "side,bright,tags,mask", "kind": "tags=multilabel", "epochs": 2}
     run = train(**fields, out=str(tmp_path / "run"), save_every="2 steps", keep=9)
@@ -143,7 +173,7 @@ def test_commands(squares: Path, tmp_path: Path) -> None:
     text = run("train", "--data", squares, "--tasks", "bright,mask", *common, "-o", tmp_path / "run")
     assert "task.bright RMSE" in text
     assert "task.mask mIoU" in text
-    text = run("evaluate", tmp_path / "run" / "last", squares, "--device", "cpu", "--json", tmp_path / "found.json")
+    text = run("evaluate", tmp_path / "run" / "last", squares, "--device", "cpu", "-o", tmp_path / "found.json")
     assert all(word in text for word in ("RMSE", "MAE", "R²", "task.mask: mIoU", "background", "foreground"))
     text = run("merge", f"vitrail:{tmp_path / 'run' / 'last'}", squares, "-r", 1, "--device", "cpu", "--limit", 1,
                "-o", tmp_path / "glass")  # fmt: skip
@@ -155,8 +185,8 @@ def test_commands(squares: Path, tmp_path: Path) -> None:
     [
         ({"kind": "dense", "cutmix": 1.0}, "cutmix=1.0 mixes images"),
         ({"kind": "dense", "model": "timm:vit_tiny_patch16_224", "image_size": None, "patch_size": None, "options": {}},
-         "masks need a Vitrail model"),
-        ({"kind": "depth"}, "kind='depth': expected one of classification"),
+         "need a Vitrail model"),
+        ({"kind": "height"}, "kind='height': expected one of classification"),
         ({"labels": "age"}, "no such label column"),
         ({"labels": "side", "kind": "regression"}, "side is 'left'; expected a finite number"),
         ({"labels": "bright", "teacher": "vitrail:tiny", "distillation": "hard"}, "learns classes from a teacher"),

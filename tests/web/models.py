@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,21 @@ def small_vit(depth: int = 3, size: int = 32, seed: int = 0) -> vitrail.ViT:
     tokens.append(vitrail.TokenSpec("registers", vitrail.Role.REGISTER, count=2))
     sizes = {"width": 32, "depth": depth, "heads": 2, "num_classes": len(CLASSES), "patch_size": size // 8}
     model = vitrail.create_model("vit_tiny_patch16", image_size=size, tokens=tokens, **sizes).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.05 * torch.randn_like(value))
+    return model
+
+
+def small_media_vit(modality: str) -> vitrail.ViT:
+    """Return a ViT of 4 × 4 × 4 patches of clips, or of 4 × 8 patches of spectrograms, with random weights."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "video": {"image_size": (8, 32, 32), "patch_size": (2, 8, 8)},
+        "audio": {"image_size": (32, 64), "patch_size": 8, "in_chans": 1},
+    }[modality]
+    sizes = {"width": 32, "depth": 3, "heads": 2, "num_classes": len(CLASSES)}
+    model = vitrail.create_model("vit_tiny_patch16", **sizes, **shape).eval()
     with torch.no_grad():
         for value in model.parameters():
             value.add_(0.05 * torch.randn_like(value))

@@ -14,16 +14,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
+from PIL import Image
 
-from tests.web.models import picture, png, small_vit, views_of
+import vitrail
+from tests.web.models import picture, png, save, small_media_vit, small_vit, views_of
 from tests.web.test_server import bomb
 from vitrail.data import read_image
 from vitrail.data.sample_images import drawings
 from vitrail.web.cache import Cache
 from vitrail.web.model_views import ModelViews, Setting
+from vitrail.web.samples import samples_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn")
@@ -171,6 +175,114 @@ def test_compare_two_models(opened: Callable[..., Any]) -> None:
     assert page.locator("h2", has_text="Right: two").count() == 1
 
 
+@pytest.fixture(scope="module")
+def media() -> Iterator[tuple[str, ModelViews, ModelViews]]:
+    """Return the address of a page with models of images, clips and sounds, and the views of the latter two."""
+    pytest.importorskip("av")
+    pytest.importorskip("soundfile")
+    cache = Cache()
+    clips, sounds = (views_of(small_media_vit(name), name, cache) for name in ("video", "audio"))
+    with serving(views_of(small_vit(2), "image", cache), clips, sounds, cache=cache) as found:
+        yield found, clips, sounds
+
+
+def test_clips_and_sounds(opened: Callable[..., Any], media: tuple[str, ModelViews, ModelViews]) -> None:
+    address, clips, sounds = media
+    page = opened("model=video&image=ball&value=8&query=6", address)
+    expected = clips.result("ball", clips.batch(clips.medium.read(sample("ball"))), Setting("tome", "r", 8))
+    assert f"{expected['tokens'][-1]} of 65" in page.inner_text(".numbers")
+    assert page.inner_text("#patch").startswith("Patch in frame 0 (0.25 s), row 1, column 1")
+    page.focus("#stage")
+    page.keyboard.press("PageDown")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#patch").startswith("Patch in frame 1 (0.83 s), row 1, column 2")
+    box = page.locator("#stage").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.99, box["y"] + box["height"] * 0.97)
+    assert page.inner_text("#patch").startswith("Patch in frame 3 (1.92 s), row 3, column 3")
+    page.select_option("#model", "audio")
+    until(page, "document.getElementById('status').textContent === 'scale is open.'")
+    until(page, "document.querySelectorAll('#samples button').length === 3")
+    assert page.get_attribute("#player audio", "aria-label") == "Play scale"
+    until(page, "document.getElementById('patch').textContent.startsWith('Patch in row 3 from below, column 7')")
+    page.focus("#stage")
+    page.keyboard.press("ArrowUp")  # rows rise with the frequency, and the last is on top
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#patch").startswith("Patch in row 2 from below, column 7")
+    expected = sounds.result("scale", sounds.batch(sounds.medium.read(sample("scale"))), Setting("tome", "r", 8))
+    until(page, f"document.querySelector('.numbers').textContent.includes('{expected['tokens'][-1]} of 33')")
+
+
+def sample(name: str) -> bytes:
+    return next(one.data for modality in ("video", "audio") for one in samples_of(modality) if one.name == name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ("image=church&value=9&layer=1", ""),
+        ("image=church&value=9&paint=attention&head=1&query=30&layer=2", "weights"),
+        ("image=coffee&by=keep&value=0.5&schedule=decreasing&paint=similar&query=20", "cosines"),
+        ("image=coffee&method=kmeans&value=5&paint=norms&layer=1", "norms"),
+        ("image=church&paint=pca&value=3", "colors"),
+        ("image=church&value=6&tab=step&layer=1", "cosines"),
+        ("image=church&value=6&tab=compare&model2=other&value2=2", ""),
+    ],
+)
+def test_the_lines_of_python_compute_what_is_shown(
+    opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, name: str
+) -> None:
+    """Run them, and compare their values with the page's."""
+    saved = [f"vitrail:{save(small_vit(seed=seed), tmp_path / str(seed))}" for seed in (0, 1)]
+    cache = Cache()
+    views = [views_of(vitrail.load_model(one).eval(), one, cache) for one in saved]
+    with serving(*views, cache=cache) as address:
+        page = opened(choice.replace("other", quote(saved[1])), address)
+        until(page, "!document.getElementById('python').hidden || document.getElementById('show-python').click()")
+        page.wait_for_timeout(1000)
+        code = page.inner_text("#python code")
+        with page.expect_download() as download:
+            page.click("#save-json")
+        shown = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+        with page.expect_download() as download:
+            page.click("#save-png")
+        with Image.open(download.value.path()) as picture_of_it:
+            assert picture_of_it.width == (768 if "compare" not in choice else 2 * 768 + 16)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    file = read_image(found["file"])
+    if name == "":
+        pictures = sorted(path.stem for path in tmp_path.glob("*.png") if path.stem != "church")
+        assert pictures == (["left", "right"] if "left" in shown else ["glass"])
+    if "left" in shown:
+        assert [len(set(shown[side]["groups"][-1])) for side in ("left", "right")] == [64 - 18, 64 - 6]
+    elif name == "":
+        with found["merging"].track() as trace, torch.no_grad():
+            found["model"](views[0].batch(file))
+        assert partition(trace.groups[0].tolist()) == partition(shown["result"]["groups"][1])
+    elif name == "cosines" and "step" in shown:
+        cosines, groups = found[name], shown["step"]["groups"]
+        pair = shown["step"]["pairs"][0]
+        assert float(cosines[groups.index(pair["a"]), groups.index(pair["b"])]) == pytest.approx(
+            pair["cosine"], abs=1e-3
+        )
+    else:
+        expected = {
+            "weights": lambda: shown["shown"]["rows"][1],
+            "cosines": lambda: shown["shown"]["cosines"],
+            "norms": lambda: shown["shown"]["norms"],
+            "colors": lambda: shown["shown"]["colors"],
+        }[name]()
+        torch.testing.assert_close(
+            found[name].reshape(torch.tensor(expected).shape), torch.tensor(expected), atol=1e-3, rtol=1e-3
+        )
+
+
+def partition(groups: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(index for index, other in enumerate(groups) if other == one) for one in groups}
+
+
 @pytest.mark.slow
 def test_two_sessions_at_once(opened: Callable[..., Any], views: tuple[ModelViews, ModelViews]) -> None:
     pages = [opened("image=church&value=2"), opened("image=golf-ball&value=11&model=two")]
@@ -315,8 +427,6 @@ def test_images_reach_the_model_as_pillow_resizes_them(opened: Callable[..., Any
 @pytest.mark.slow
 def test_a_move_of_the_slider_takes_under_300_ms(opened: Callable[..., Any]) -> None:
     """With vitrail:tiny, from the event to the painted canvas, as soon as all positions are computed."""
-    import vitrail
-
     torch.set_num_threads(2)
     with serving(views_of(vitrail.load_model("vitrail:tiny").eval(), "vitrail:tiny"), cache=Cache()) as address:
         page = opened("image=church&value=8", address)

@@ -33,7 +33,7 @@ def batch(views: ModelViews) -> torch.Tensor:
 def test_info_names_tokens_plans_and_untrained_methods(views: ModelViews) -> None:
     info = views.info()
     assert info == json.loads(json.dumps(info))
-    assert info["grid"] == [8, 8]
+    assert (info["modality"], info["grid"]) == ("image", [1, 8, 8])
     assert [one["role"] for one in info["special"]] == ["class", "distillation", "register", "register"]
     assert info["questions"] == [{"name": "label", "classes": list(CLASSES)}]
     names = [method["name"] for method in info["methods"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import zlib
@@ -34,23 +35,23 @@ def client(cache: Cache) -> Iterator[Any]:
         yield made
 
 
-def upload(client: Any, data: bytes) -> Any:
-    return client.post("/api/image", content=data)
+def upload(client: Any, data: bytes, model: str = "one") -> Any:
+    return client.post("/api/image", params={"model": model}, content=data)
 
 
 def test_two_models_one_image(client: Any) -> None:
-    assert client.get("/api/models").json()["models"] == ["one", "two"]
+    models = client.get("/api/models").json()["models"]
+    assert models == [{"name": name, "modality": "image"} for name in ("one", "two")]
     assert client.post("/api/model", json={"model": "two"}).json()["layers"] == 2
     image = upload(client, png(picture((48, 40)))).json()
-    assert (image["width"], image["height"]) == (48, 40)
     for name, layers in (("one", 3), ("two", 2)):
         given = {"model": name, "image": image["image"], "setting": SETTING}
         found = client.post("/api/view/result", json=given).json()
         assert found["tokens"] == [68 - 5 * (layer + 1) for layer in range(layers)]
         for view, more in (("attention", {"query": 3}), ("tokens", {}), ("similar", {"query": 9}), ("step", {})):
             assert client.post(f"/api/view/{view}", json={**given, "layer": 1, **more}).json()["layer"] == 1
-    preview = client.get(f"/api/preview/{image['image']}")
-    assert Image.open(io.BytesIO(preview.content)).size == (48, 40)
+    preview = client.post("/api/preview", json={"model": "one", **image}).json()
+    assert Image.open(io.BytesIO(base64.b64decode(preview["url"].partition(",")[2]))).size == (48, 40)
 
 
 def test_errors_are_answered_in_words(client: Any) -> None:
@@ -71,6 +72,7 @@ def test_errors_are_answered_in_words(client: Any) -> None:
         answer = client.post(f"/api/view/{view}", json={**good, **change})
         assert answer.status_code == 400
         assert words in answer.json()["error"]
+    assert upload(client, png(picture()), model="three").json()["error"].startswith("this server has")
     for body in (b"", b"[]", b"{", b"[" * 9_000, b'{"model": 1}', b"x" * 20_000):
         assert client.post("/api/view/result", content=body).status_code == 400
 

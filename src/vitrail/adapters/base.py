@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,6 +45,10 @@ def forward_class(module: nn.Module) -> type:
     return next(kind for kind in kinds if "forward" in vars(kind) and kind not in ours)
 
 
+QkvName = Literal["q", "k", "v"]
+"""Queries, keys or values."""
+
+
 class BlockCall(NamedTuple):
     """Arguments of a block besides its tokens.
 
@@ -54,12 +58,14 @@ class BlockCall(NamedTuple):
         rope: table of the rotary position.
         among_special: whether the mask, (N, N), hides special tokens alone and treats all patches alike, so that its
             corner is the mask of fewer patches.
+        grid: rows and columns of the tokens, as the block was given them.
     """
 
     mask: Tensor | None = None
     causal: bool = False
     rope: Tensor | None = None
     among_special: bool = False
+    grid: Any = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,10 @@ class BlockAdapter(ABC):
     rotates: bool = False
     """Whether the block computes its rotation table itself; `Position.table` of the trunk replaces it: likewise."""
 
-    def returned(self, tokens: Tensor) -> Any:
+    mixes: bool = False
+    """Whether queries, keys and values are also computed from those of neighbors on the grid, by `mix`."""
+
+    def returned(self, tokens: Tensor, call: BlockCall) -> Any:
         """Return what the block returns for its output tokens."""
         return (tokens, *(None,) * (self.tuple_length - 1)) if self.tuple_length else tokens
 
@@ -173,6 +182,10 @@ class BlockAdapter(ABC):
         Keys and values may have fewer heads (grouped queries).
         """
 
+    def mix(self, block: nn.Module, x: Tensor, part: QkvName, grid: tuple[int, int]) -> Tensor:
+        """Return queries, keys or values (B, H, N, d) of all places of a grid, each from those of its neighbors."""
+        return x
+
     def rotate(self, block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
         """Rotate queries or keys (B, H, N, d) by a table for the last tokens of the sequence."""
         raise NotImplementedError
@@ -188,6 +201,10 @@ class BlockAdapter(ABC):
     @abstractmethod
     def attention_dropout(self, block: nn.Module) -> float:
         """Return the dropout rate of the attention weights in the block's present mode."""
+
+    def attended(self, block: nn.Module, values: Tensor, q: Tensor) -> Tensor:
+        """Return the output of attention (B, N, H·d) from the attended values and the queries (B, H, N, d)."""
+        return values
 
     @abstractmethod
     def attend_output(self, block: nn.Module, attended: Tensor, h: Tensor) -> Tensor:
@@ -303,14 +320,6 @@ class TrunkAdapter(ABC):
     def layout(self, trunk: nn.Module, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout before the first block, for inputs of a size in pixels or of the model's own."""
 
-    def windows(self, trunk: nn.Module, layout: TokenLayout) -> Sequence[tuple[TokenLayout, int]]:
-        """Return the windows in which the tokens of an image merge, each kind with how many there are; often none."""
-        return ()
-
-    def window_sizes(self, trunk: nn.Module) -> Sequence[int | None]:
-        """Return, for each block, how many patches a window has in which they attend; None where all of them do."""
-        return (None,) * len(self.blocks(trunk))
-
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout inside a block, where tokens enter between blocks; −1 is the last block.
 
@@ -319,9 +328,11 @@ class TrunkAdapter(ABC):
         return self.layout(trunk, size)
 
     def layer_windows(self, trunk: nn.Module) -> tuple[LayerWindows, ...]:
-        """Return the windows of each block, where attention runs inside windows; their blocks' adapters know these.
+        """Return the windows of each block, where attention runs inside windows; () where it sees all tokens.
 
-        Blocks may then have grids of their own: each begins and ends with all of its tokens.
+        Tokens are restored behind the last of several blocks with the same windows, whose adapters are
+        `WindowedAdapter`; blocks may then have grids of their own. In packed sequences (`packed`) the windows are
+        segments: tokens stay in them, merged, through all blocks.
         """
         return ()
 

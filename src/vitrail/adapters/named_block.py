@@ -67,8 +67,8 @@ class BlockNames:
         rotate_half: whether rotary pairs are half a head apart (else neighbors): a choice, or where the block keeps it.
         prefix: where the block counts the tokens before the patches, if it treats them differently.
         tokens: name of the block's first argument.
-        arguments: names of its other arguments in order, each with its meaning: mask, causal, rope, or cos_sin for a
-            rotation table in two tensors.
+        arguments: names of its other arguments in order, each with its meaning: mask, causal, rope, cos_sin for a
+            rotation table in two tensors, or grid.
         among_special: whether masks hide special tokens alone and treat all patches alike.
         dense: the MLP in detail, for the fused path; None where it is never two linear layers with a GELU between.
     """
@@ -137,7 +137,7 @@ class NamedBlock(BlockAdapter):
         rope, pair = found.get("rope"), found.get("cos_sin")
         if pair is not None:
             rope = torch.cat([pair[1], pair[0]], -1)
-        return BlockCall(found.get("mask"), causal, rope, self.names.among_special)
+        return BlockCall(found.get("mask"), causal, rope, self.names.among_special, found.get("grid"))
 
     def attend_norm(self, block: nn.Module, x: Tensor) -> Tensor:
         return x if self.names.post_norm else find_part(block, self.names.norm1)(x)

@@ -20,7 +20,7 @@ from vitrail.adapters.forward_pass import FeaturesEntry, hand_over
 from vitrail.adapters.named_block import TIMM_NAMES, NamedBlock
 from vitrail.adapters.position import Position, Rotary
 from vitrail.adapters.saved import EMBEDDED, PREFIX, load_saved, named
-from vitrail.data.labels.targets import TargetSpec
+from vitrail.data.labels.targets import PIXEL_BYTES, TargetSpec
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
 from vitrail.models import ViT, create_model
@@ -191,7 +191,7 @@ class Vitrail(Library):
         if changes.get("in_chans", own.in_chans) != own.in_chans:
             raise InvalidOption(f"in_chans={changes['in_chans']}: the model in {folder} has {own.in_chans} channels")
         tasks = [spec.name for spec in own.tokens if spec.role is Role.TASK]
-        dense = [column for column, target in request.targets.items() if target.kind == "dense"]
+        dense = [column for column, target in request.targets.items() if target.pixel_bytes]
         own_columns = [column for column in classes if column not in (*tasks, *dense)]
         changes["num_classes"] = sum(len(classes[column]) for column in own_columns)
         changes["dense"] = sum(len(classes[column]) for column in dense)
@@ -238,7 +238,7 @@ def with_kinds(
     """
     kinds = {column: targets[column].kind if column in targets else "classification" for column in classes}
     tasks = {spec.name for spec in tokens if spec.role is Role.TASK}
-    own = {kind for column, kind in kinds.items() if column not in tasks and kind != "dense"}
+    own = {kind for column, kind in kinds.items() if column not in tasks and kind not in PIXEL_BYTES}
 
     def kind_of(spec: TokenSpec) -> Literal["classification", "regression"]:
         learned = {kinds[spec.name]} if spec.role is Role.TASK and spec.name in kinds else own

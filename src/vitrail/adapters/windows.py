@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
-from vitrail.adapters.named_block import NamedBlock
+from vitrail.adapters.named_block import NamedBlock, find_part
 from vitrail.adapters.position import Position, RelativeBias
 from vitrail.tokens import TokenLayout
 
@@ -156,7 +156,7 @@ def _strips(side: int, step: int, shift: int, pads_first: bool) -> list[Strip]:
 
 @dataclass(frozen=True)
 class Pooling:
-    """Cost of a block that pools its queries, so that fewer tokens leave it than enter.
+    """Cost of a block that runs as it is: it pools its queries or keys, or mixes tokens outside of attention.
 
     Attributes:
         windows: how its attention divides the grid that enters.
@@ -165,6 +165,9 @@ class Pooling:
         proj: weights that multiply every attended token.
         pair: multiply-adds for a query and a key.
         feed: weights that multiply every token that leaves.
+        keys: tokens along each axis that become one key.
+        key: weights that multiply every key.
+        rows: weights that multiply every query for each row and each column of keys.
     """
 
     windows: Windows
@@ -174,16 +177,20 @@ class Pooling:
     proj: int
     pair: int
     feed: int
+    keys: int = 1
+    key: int = 0
+    rows: int = 0
 
     def cost(self, grid: Size) -> dict[str, int]:
         """Return the multiply-adds by part, for the grid that leaves."""
         entered = grid[0] * self.stride, grid[1] * self.stride
         windows, size = self.windows.padded(entered)
         cells = windows * prod(size)
-        queries = cells // self.stride**2
+        queries, keys = cells // self.stride**2, [-(-side // self.keys) for side in size]
+        projections = cells * self.qkv + prod(entered) * self.shortcut + queries * self.proj
         return {
-            "projections": cells * self.qkv + prod(entered) * self.shortcut + queries * self.proj,
-            "attention": queries * prod(size) * self.pair,
+            "projections": projections + windows * prod(keys) * self.key,
+            "attention": queries * (prod(keys) * self.pair + sum(keys) * self.rows),
             "feed": prod(grid) * self.feed,
         }
 
@@ -228,11 +235,19 @@ class LayerWindows:
         return places.flatten().argsort()
 
 
+def segment_windows(layers: Sequence[LayerWindows]) -> Windows | None:
+    """Return the windows that tokens of a packed sequence stay in; None where all tokens of an image see each other."""
+    return next((one.windows for one in layers if one.windows is not None and one.windows.size is not None), None)
+
+
 class WindowedAdapter(BlockAdapter, ABC):
     """The parts of a block whose attention runs inside windows; all other methods see tokens (B · windows, tokens, D).
 
     Padding are keys of a window that the block computes from zeros behind its first norm.
     """
+
+    channels_first: bool = False
+    """Whether tokens enter and leave as a map (B, D, h, w)."""
 
     @abstractmethod
     def windows(self, block: nn.Module) -> Windows | None:
@@ -246,6 +261,10 @@ class WindowedAdapter(BlockAdapter, ABC):
         """Count the weights that multiply a token for each row and each column of its window, for its position."""
         return 0
 
+    def mixing_weights(self, block: nn.Module) -> int:
+        """Count the weights that multiply every place of the grid where a block mixes neighbors."""
+        return 0
+
     def position_network(self, block: nn.Module) -> int:
         """Return the multiply-adds with which a block computes its position bias, once for all windows."""
         return 0
@@ -253,6 +272,30 @@ class WindowedAdapter(BlockAdapter, ABC):
 
 class WindowedNamedBlock(NamedBlock, WindowedAdapter):
     """A block described by its `BlockNames` whose attention runs inside windows."""
+
+
+class DecomposedNamedBlock(WindowedNamedBlock):
+    """A block with a vector for each distance of rows, and of columns, as in ViTDet: `DecomposedBias`."""
+
+    biased = True
+
+    def window_position(self, block: nn.Module, tile: Tile) -> Position | None:
+        down, right = self.vectors(block)
+        if down is None:
+            return None
+        rows, columns = tile.window
+        return DecomposedBias(tile, vectors_between(down, rows), vectors_between(right, columns))
+
+    def vectors(self, block: nn.Module) -> tuple[Any, Any]:
+        """Return the vectors of distances along rows and columns (2 · side − 1, d); None where there are none."""
+        attention = self._attention(block)
+        return getattr(attention, "rel_pos_h", None), getattr(attention, "rel_pos_w", None)
+
+    def row_weights(self, block: nn.Module) -> int:
+        return 0 if self.vectors(block)[0] is None else prod(self.head_shape(block))
+
+    def attend_parts(self, block: nn.Module) -> Sequence[nn.Module]:
+        return [find_part(block, path) for path in (*self.names.qkv_paths, self.names.proj)]
 
 
 class WindowedTrunk(TrunkAdapter):
@@ -326,6 +369,14 @@ class DecomposedBias(Position):
         return torch.cat([tokens, seen.index_select(3, cells[length:])], -1)
 
 
+def vectors_between(table: Tensor, side: int) -> Tensor:
+    """Return the vector of each cell of an axis as seen from each (side, side, d); the table is resized to fit."""
+    if len(table) != 2 * side - 1:
+        table = F.interpolate(table.T.unsqueeze(0), size=2 * side - 1, mode="linear")[0].T
+    cells = torch.arange(side, device=table.device)
+    return table[cells.unsqueeze(1) - cells + side - 1]
+
+
 def relative_index(tile: Tile, device: torch.device) -> Tensor:
     """Return the index (tokens, tokens + padding) into a window's table of (2h − 1) · (2w − 1) relative positions."""
     cells = torch.tensor(tile.cells(), device=device)
@@ -333,6 +384,8 @@ def relative_index(tile: Tile, device: torch.device) -> Tensor:
     return (between[..., 0] + window[0] - 1) * (2 * window[1] - 1) + between[..., 1] + window[1] - 1
 
 
-def flat_tokens(x: Tensor) -> Tensor:
-    """Return tokens (B, H, W, D) or (B, N, D) as (B, N, D)."""
-    return x.flatten(1, 2) if x.dim() == 4 else x
+def flat_tokens(x: Tensor, channels_first: bool = False) -> Tensor:
+    """Return tokens (B, H, W, D), or (B, D, H, W), or (B, N, D), as (B, N, D)."""
+    if x.dim() == 3:
+        return x
+    return x.flatten(2).transpose(1, 2) if channels_first else x.flatten(1, 2)

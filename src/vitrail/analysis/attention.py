@@ -8,11 +8,12 @@ all tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitrail._arguments import fitting
 from vitrail.analysis._inputs import at_least_float32, check_finite, check_shape, chunks, map_chunks
@@ -167,7 +168,7 @@ def overlap(maps: Tensor, *, top: float = 0.1) -> Overlap:
         there = x.sum(-1) > 0
         x = _sum_to_one(x)
         empty += int((~there).sum())
-        unit = torch.nn.functional.normalize(x, dim=-1)
+        unit = F.normalize(x, dim=-1)
         best = torch.zeros_like(x).scatter_(-1, x.argsort(dim=-1, descending=True, stable=True)[..., :count], 1.0)
         own = torch.xlogy(x, x).sum(-1)
         for one in range(tokens):
@@ -181,6 +182,30 @@ def overlap(maps: Tensor, *, top: float = 0.1) -> Overlap:
             pairs[one] += both.sum((0, 1)).cpu()
     cosine, divergence, shared = total / pairs
     return Overlap(cosine, divergence, shared, count, empty)
+
+
+ALIKE = 0.98
+"""Cosine from which on the maps of two tokens are shown as one."""
+
+
+def alike_maps(maps: Mapping[str, Tensor], least: float = ALIKE) -> dict[str, dict[str, float]]:
+    """Return the tokens whose maps differ, each with the later tokens whose maps are like its own, and their cosines.
+
+    >>> alike_maps({"class": torch.tensor([1.0, 0]), "task": torch.tensor([2.0, 0]), "color": torch.tensor([0, 1.0])})
+    {'class': {'task': 1.0}, 'color': {}}
+    """
+    groups: dict[str, dict[str, float]] = {}
+    for token, values in maps.items():
+        cosines = {
+            first: float(F.cosine_similarity(values.double().flatten(), maps[first].double().flatten(), dim=0))
+            for first in groups
+        }
+        like = next((first for first, cosine in cosines.items() if cosine >= least), None)
+        if like is None:
+            groups[token] = {}
+        else:
+            groups[like][token] = cosines[like]
+    return groups
 
 
 class Spread(Result, eq=False):

@@ -6,8 +6,9 @@ Models are loaded one at a time, so a list of checkpoints needs the memory of on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,6 +19,16 @@ from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
 from vitrail.surgery.recording import Images, stream
 
+MAPS = 4
+"""Images whose norm maps are kept for each model."""
+
+
+class NormMap(NamedTuple):
+    """Norms of the patches of one image after the last block, row by row; the frames of a clip are below each other."""
+
+    grid: tuple[int, int]
+    norms: list[float]
+
 
 class Entry(Result):
     """One model of a survey."""
@@ -27,6 +38,7 @@ class Entry(Result):
     depth: int  # number of blocks
     norms: Norms | None  # norms, threshold, verdict and onset; None after a failure
     problem: str = ""  # the failure; empty otherwise
+    maps: tuple[NormMap, ...] = field(default=(), repr=False, metadata={"json": False})  # of the first images
 
 
 class Survey(Result):
@@ -92,12 +104,15 @@ def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], batches: Bat
     try:
         model = given if isinstance(given, nn.Module) else given()
         parameters = sum(weight.numel() for weight in model.parameters())
-        norms = None
+        norms, maps = None, list[NormMap]()
         for recording in stream(model, batches, ("entry", "norms"), batch_size=batch_size, device="cpu"):
             depth = len(recording.layers)
             norms = (norms or NormAccumulator(depth)).add_recording(recording)
+            (time, height, width), last = recording.layout.grid, recording.norms[recording.layers[-1]]
+            for row in last[: MAPS - len(maps), recording.layout.patches]:
+                maps.append(NormMap((time * height, width), row.tolist()))
         if norms is None:
             raise UnsupportedInput("there are no images")
-        return Entry(name, parameters, depth, norms.result())
+        return Entry(name, parameters, depth, norms.result(), maps=tuple(maps))
     except (VitrailError, AssertionError, RuntimeError, ValueError, OSError) as error:  # timm asserts the size
         return Entry(name, parameters, depth, None, f"{type(error).__name__}: {error}")

@@ -127,7 +127,8 @@ class SlicedBlock:
         length, special, parts, position_bias, rotation = self._vitrail_slice
         x, args = (args[0], args[1:]) if args else (kwargs.pop(parts.input_name), ())
         block: Any = self
-        rope = rotation() if parts.rotates else parts.read_call(args, kwargs).rope
+        call = parts.read_call(args, kwargs)
+        rope = rotation() if parts.rotates else call.rope
         h = parts.attend_norm(block, x)
         q, k, v = parts.qkv(block, h)
         if rope is not None:
@@ -146,7 +147,7 @@ class SlicedBlock:
         # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
         x = x[:, :length] + branch[:, :length]
         output = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
-        return parts.returned(output)
+        return parts.returned(output, call)
 
 
 def slice_tokens(model: nn.Module, lengths: Sequence[int], size: tuple[int, ...] | None = None) -> None:

@@ -15,13 +15,14 @@ from torch import nn
 from vitrail.bench.benchmark import Tell, run
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.result import BenchResult
+from vitrail.drawing.theme import LIGHT, PLOT, SERIES
 from vitrail.errors import InvalidOption
 
 SWEPT = {"r": "tokens merged per layer (r)", "batch": "images per batch"}
 """Settings that can be swept, with their axis labels."""
 
 PLOT_FORMATS = ("png", "svg", "pdf")
-COLORS = {"unmerged": "#7f7f7f", "sliced": "#d9a441", "merged": "#1f5fa8"}
+COLORS = {"unmerged": LIGHT["soft"], "sliced": SERIES[1], "merged": SERIES[0]}
 
 
 def sweep(
@@ -54,38 +55,43 @@ def series(results: Sequence[BenchResult], name: str) -> dict[str, list[float]]:
 
 def plot(results: Sequence[BenchResult], name: str, kind: str = "png") -> bytes:
     """Plot throughput, speed-up and efficiency over the swept value; return the file's content."""
-    figure = require_matplotlib(kind)(figsize=(10, 4), layout="constrained")
+    matplotlib = require_matplotlib(kind)
+    with matplotlib.rc_context(PLOT):
+        return _plot(matplotlib.figure.Figure(figsize=(10, 4)), results, name, kind)
+
+
+def _plot(figure: Any, results: Sequence[BenchResult], name: str, kind: str) -> bytes:
     values, lines = [getattr(result.config, name) for result in results], series(results, name)
     left, right = figure.subplots(1, 2)
     for variant in COLORS:
         left.plot(values, lines[variant], "o-", label=variant, color=COLORS[variant])
     left.set_ylabel("images/s, best mode")
     left.set_ylim(bottom=0)
-    right.plot(values, lines["speed-up"], "o-", label="speed-up over unmerged", color="#1f5fa8")
-    right.plot(values, lines["efficiency"], "s--", label="efficiency (sliced ÷ merged)", color="#d9a441")
+    right.plot(values, lines["speed-up"], "o-", label="speed-up over unmerged", color=COLORS["merged"])
+    right.plot(values, lines["efficiency"], "s--", label="efficiency (sliced ÷ merged)", color=COLORS["sliced"])
     right.set_ylabel("ratio of medians")
-    right.axhline(1.0, color="#7f7f7f", linewidth=0.8)
+    right.axhline(1.0, color=COLORS["unmerged"], linewidth=0.8)
     for axes in (left, right):
         axes.set_xlabel(SWEPT[name])
         if name == "batch":
             axes.set_xscale("log", base=2)
         axes.set_xticks(values, [str(value) for value in values])
         axes.legend()
-        axes.grid(alpha=0.3)
     config, machine, size = results[0].config, results[0].machine, " × ".join(map(str, results[0].size))
     fixed = f"batch {config.batch}" if name == "r" else f"r = {config.r}"
     task = ", training" if config.train else ""
     figure.suptitle(f"{config.model}, {size}, {fixed}, {config.dtype}{task} · {machine['device']}")
     content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=150)
+    figure.savefig(content, format=kind)
     return content.getvalue()
 
 
 def require_matplotlib(kind: str) -> Any:
-    """Return matplotlib's ``Figure``; raise if the file format is unknown or matplotlib is missing."""
+    """Return matplotlib; raise if the file format is unknown or matplotlib is missing."""
     if kind not in PLOT_FORMATS:
         raise InvalidOption(f"plots are {', '.join(PLOT_FORMATS)} files; got {kind or 'no suffix'!r}")
     try:
-        return import_module("matplotlib.figure").Figure
+        import_module("matplotlib.figure")
+        return import_module("matplotlib")
     except ImportError as error:
         raise InvalidOption("plots need matplotlib; install it with `pip install vitrail[plot]`") from error

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ EXAMPLES = (
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 256 --dtype bf16 --compile",
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 1 --dtype bf16 --compile --graph",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 8 --dtype bf16 --capture",
-    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 128 --dtype bf16 --train --json training.json",
+    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 128 --dtype bf16 --train -o training.json",
     "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch-size 8 --device cpu --plot sweep.png",
 )
 SWEEP = "; comma-separated values for a sweep."
@@ -89,7 +90,7 @@ def bench(
     seconds: Annotated[float, typer.Option(metavar="S", help="Time budget for measuring, shared by all rows.")] = 10.0,
     limit: Annotated[float | None, typer.Option(metavar="S", help="Prepare no further mode after this time.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON here.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Also write the JSON here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Plot: png, svg or pdf.")] = None,
 ) -> None:
     """Time three variants interleaved: the model as its library runs it; merged; and sliced, the lower bound.
@@ -115,7 +116,7 @@ def bench(
             **{name: ctx.params[name] for name in PASSED},
         )
         name = swept[0] if swept else "r"
-        _run(config, name, counts[name], json_file, plot_file)
+        _run(config, name, counts[name], out, plot_file)
 
 
 def table(result: BenchResult) -> Table:
@@ -138,11 +139,15 @@ def table(result: BenchResult) -> Table:
 
 
 def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
-    """Return the summary table of a sweep: one line per value, every variant in its best mode."""
-    times = [f"{variant} ms" for variant in VARIANTS]
+    """Return the summary table of a sweep: one line per value, every variant in its best mode.
+
+    Over ``r`` the unmerged model is always the same, so it has no column.
+    """
+    variants = [variant for variant in VARIANTS if (name, variant) != ("r", "unmerged")]
+    times = [f"{variant} ms" for variant in variants]
     made = console.table(name, "tokens", "GFLOPs", *times, "speed-up", "efficiency", left=0)
     for result in results:
-        rows = [result.best(variant) for variant in VARIANTS]
+        rows = [result.best(variant) for variant in variants]
         made.add_row(
             str(getattr(result.config, name)),
             str(result.tokens_per_layer[-1]),
@@ -153,9 +158,9 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
     return made
 
 
-def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path | None, plot_file: Path | None) -> None:
+def _run(config: BenchConfig, name: str, values: Sequence[int], out: Path | None, plot_file: Path | None) -> None:
     config.check_here()
-    for path, option in ((json_file, "--json"), (plot_file, "--plot")):
+    for path, option in ((out, "-o"), (plot_file, "--plot")):
         if path is not None:
             check_writable(path, option)
     plot_format = "" if plot_file is None else plot_file.suffix.lstrip(".").lower()
@@ -169,7 +174,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
             for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
                 console.say(title(result), style="bold")
-                console.out.print(table(result))
+                console.show(table(result))
                 if not results:
                     console.say(LEGEND, style="dim")
                 console.say("\n".join([*summary(result), ""]))
@@ -182,9 +187,15 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
     data = results[0].to_dict()
     if len(values) > 1:
         data = {"sweep": name, "runs": [result.to_dict() for result in results]}
-        console.out.print(sweep_table(results, name))
+        console.show(sweep_table(results, name))
+        times = [row.ms for result in results if (row := result.best("unmerged")) is not None]
+        if name == "r" and times:
+            console.say(
+                f"Unmerged: {median(times):.4g} ms, the median of {len(times)} runs ({min(times):.4g} to "
+                f"{max(times):.4g}); each speed-up compares with its own run, which was interleaved."
+            )
     line = json.dumps(data, ensure_ascii=False, allow_nan=False)
-    shown = not console.out.is_terminal
+    shown = console.output.json or not (console.output.quiet or console.out.is_terminal)
     try:
         if isinstance(failure, KeyboardInterrupt):
             console.note(f"Interrupted after {len(results)} of {len(values)} values of {name}; no file was written.")
@@ -192,8 +203,8 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
             if plot_file is not None:
                 write_atomically(plot_file, lambda file: file.write(plot(results, name, plot_format)), "--plot")
                 console.say(f"Plot: {plot_file}")
-            if json_file is not None:
-                write_text(json_file, f"{line}\n", "--json")
+            if out is not None:
+                write_text(out, f"{line}\n")
     except VitrailError:
         shown = True  # measuring took minutes
         raise

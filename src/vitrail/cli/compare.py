@@ -64,6 +64,7 @@ def compare(
             console.note(remark)
         console.say(comparison.verdict, style="bold")
         console.say(f"Comparison: {inspect.written(out)}", style="bold")
+        console.answer(comparison.to_dict())
 
 
 def is_report(name: str) -> bool:

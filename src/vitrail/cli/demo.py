@@ -16,7 +16,7 @@ from torch import Tensor
 import vitrail
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import PREFIX, named
-from vitrail.analysis.attention import token_maps
+from vitrail.analysis.attention import ALIKE, alike_maps, token_maps
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.media import check_any, find_readable, skip
 from vitrail.cli._shared.model import Loaded, load
@@ -39,9 +39,6 @@ Costs = dict[str, tuple[Cost, dict[str, Any]]]
 
 STRENGTHS = {f"keep {100 * share:.0f} %": share for share in (0.5, 0.25, 0.1)}
 """Share of patches that remain, by name."""
-
-ALIKE = 0.98
-"""Cosine from which on the attention maps of two tokens are shown as one."""
 
 MOST = 12
 """Most images that are shown."""
@@ -207,16 +204,8 @@ def attention_maps(loaded: Loaded, batch: Tensor) -> dict[str, np.ndarray]:
 
 def distinct(maps: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return the tokens whose maps differ, with titles that count the tokens whose maps are alike."""
-    groups: dict[str, int] = {}
-    for token, values in maps.items():
-        like = (other for other in groups if _cosine(values, maps[other]) >= ALIKE)
-        first = next(like, token)
-        groups[first] = groups.get(first, 0) + 1
-    return {token: token if count == 1 else f"{token}, {count - 1} alike" for token, count in groups.items()}
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float((a * b).sum() / max(float(np.sqrt((a * a).sum() * (b * b).sum())), 1e-12))
+    groups = alike_maps({token: torch.from_numpy(values) for token, values in maps.items()})
+    return {token: f"{token}, {len(alike)} alike" if alike else token for token, alike in groups.items()}
 
 
 def over(image: Image.Image, values: np.ndarray) -> Image.Image:
@@ -253,19 +242,20 @@ def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks
     classes = {question.name: question.classes for question in loaded.questions}
     data = {"model": loaded.name, "classes": classes, "agreement": agreement, "notes": remarks}
     text = "\n".join([f"# Vitrail's demo, {loaded.name}", "", *remarks, "", *markdown_table(head, rows)])
-    write_summary(folder, {**data, "runs": [asdict(run) for run in runs.values()]}, text)
+    values = write_summary(folder, {**data, "runs": [asdict(run) for run in runs.values()]}, text)
 
     table = console.table(*head, left=len(head), title=f"{loaded.name}: predictions")
     for number, row in enumerate(rows):
         table.add_row(*row, end_section=number == len(rows) - 4)
     for remark in remarks:
         console.note(remark)
-    console.out.print(table)
+    console.show(table)
     if first.skipped:
         total = len(first.pictures) + len(first.skipped)
         console.error(f"{len(first.skipped)} of {total} images could not be read and were skipped, see above.")
     sheets = ", ".join(result.files["sheet"] for result in first.pictures)
     console.say(f"{sheets}, report.html and summary.md are in {folder}", style="bold")
+    console.answer(values)
 
 
 def _words(guesses: Guesses) -> str:

@@ -23,7 +23,8 @@ def embed(
     model: options.Model,
     data: whole_datasets.Data,
     out: Annotated[
-        str, typer.Option("-o", "--out", metavar="FILE", help="Output: .parquet, .npy, or a directory of shards.")
+        str,
+        typer.Option("-o", "--out", metavar="FILE", help="Output: .parquet, .npy, .lance, or a directory of shards."),
     ],
     tokens: Annotated[
         str,

@@ -24,7 +24,7 @@ MAX_CONFUSION = 30
 
 EXAMPLES = (
     "vitrail evaluate runs/student val.parquet",
-    "vitrail evaluate runs/student/last photos/ --merge r=8 --json result.json",
+    "vitrail evaluate runs/student/last photos/ --merge r=8 -o result.json",
     "vitrail evaluate runs/pets breeds.parquet --tasks breed",
     "vitrail evaluate timm:deit_small_patch16_224 val/ --merge r=0,4,8,16 --class-map names.json",
     "On several devices: torchrun --nproc-per-node 4 -m vitrail evaluate runs/student val.parquet",
@@ -66,12 +66,12 @@ def evaluate(
     ] = "local",
     address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default a new one.")] = None,
     actors: Annotated[int | None, typer.Option(min=1, metavar="N", help="Actors of Ray.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
-    """Print the figures of all heads, of the model merged or not; with --json, write more of them."""
+    """Print the figures of all heads, of the model merged or not; -o and --json have more of them."""
     with command():
-        if json_file is not None:
-            check_writable(json_file, "--json")
+        if out is not None:
+            check_writable(out, "-o")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
         settings = parse_sweep(merge)
         model = load_classifier(checkpoint) if len(settings) > 1 else checkpoint
@@ -102,11 +102,11 @@ def evaluate(
                 _print(found)
             if confusion:
                 _print_confusion(found)
-        if json_file is not None and not console.out.quiet:  # last: what was measured is printed in any case
-            values = {name: found.to_dict() for name, found in results.items()}
-            content = values if len(values) > 1 else next(iter(values.values()))
-            text = json.dumps(plain(content), ensure_ascii=False, indent=2, allow_nan=False)
-            write_text(json_file, f"{text}\n", "--json")
+        values = {name: found.to_dict() for name, found in results.items()}
+        content = plain(values if len(values) > 1 else next(iter(values.values())))
+        console.answer(content)
+        if out is not None and not console.out.quiet:  # last: what was measured is printed in any case
+            write_text(out, f"{json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False)}\n")
 
 
 def parse_sweep(merge: str | None) -> dict[str, str | None]:
@@ -147,7 +147,7 @@ def _print_sweep(results: dict[str, Evaluation]) -> None:
     table.add_row("loss", *(f"{found.loss:.4f}" for found in results.values()))
     speeds = [found.images_per_s for found in results.values()]
     table.add_row("images/s", *("–" if speed is None else f"{speed:,.0f}" for speed in speeds))
-    console.out.print(table)
+    console.show(table)
     for text in dict.fromkeys(text for found in results.values() for text in found.notes):
         console.note(text)
 
@@ -162,13 +162,13 @@ def _print(found: Evaluation) -> None:
         for name in classes:
             shares = (found.accuracy[name], found.top5.get(name), found.calibration.get(name))
             table.add_row(name, *map(_percent, shares))
-        console.out.print(table)
+        console.show(table)
     if found.rmse:
         table = console.table("head", "RMSE", "MAE", "R²")
         for name, error in found.rmse.items():
             r2 = found.r2.get(name)
             table.add_row(name, f"{error:.4g}", f"{found.mae[name]:.4g}", "–" if r2 is None else f"{r2:.4f}")
-        console.out.print(table)
+        console.show(table)
     for name, mean in found.mean_ap.items():
         _print_classes(found, name, ("mAP", mean, "average precision", found.ap[name]), "label accuracy")
     for name, mean in found.miou.items():
@@ -196,7 +196,7 @@ def _print_classes(
         table = console.table("class", each)
         for one, value in zip(found.classes[name], values, strict=True):
             table.add_row(one, _percent(value))
-        console.out.print(table)
+        console.show(table)
 
 
 def _percent(share: float | None) -> str:
@@ -207,9 +207,9 @@ def _print_confusion(found: Evaluation) -> None:
     for name, counts in found.confusion.items():
         classes = found.classes[name]
         if len(classes) > MAX_CONFUSION:
-            console.note(f"{name}: {len(classes)} classes are too many to print; --json writes the confusion matrix")
+            console.note(f"{name}: {len(classes)} classes are too many to print; --json has the confusion matrix")
             continue
         table = console.table("", *classes, title=f"{name}: true class in rows, prediction in columns")
         for one, row in zip(classes, counts.tolist(), strict=True):
             table.add_row(one, *map(str, row))
-        console.out.print(table)
+        console.show(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable
 from vitrail.cli._shared.prediction import cost_of
 from vitrail.cli._shared.ranks import command
-from vitrail.cli._shared.summary import Cost
+from vitrail.cli._shared.summary import Cost, plain
 from vitrail.export import ExportResult
 from vitrail.export import export as export_model
 from vitrail.export.formats import find_format
@@ -88,7 +89,16 @@ def export(
                 loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset
             )
             cost = cost_of(loaded, merging)
-        _report(model, result, cost, write_script(result))
+        script = write_script(result)
+        _report(model, result, cost, script)
+        console.answer(_values(model, result, cost, script))
+
+
+def _values(name: str, result: ExportResult, cost: Cost, script: Path | None) -> dict[str, Any]:
+    """Return what was written, and how it was verified, as JSON values."""
+    values = asdict(result) | {"dtype": str(result.dtype).removeprefix("torch."), "path": str(result.path)}
+    files = [str(file) for file in (*result.files, *([] if script is None else [script]))]
+    return plain({"model": name, **values, "files": files, "cost": asdict(cost)})
 
 
 def _report(name: str, result: ExportResult, cost: Cost, script: Path | None) -> None:

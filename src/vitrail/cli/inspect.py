@@ -11,9 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from vitrail import report as reports
 from vitrail._atomic_files import resolved
@@ -31,6 +28,7 @@ from vitrail.errors import ImageError, UnsupportedInput
 from vitrail.report import Report
 from vitrail.report.page.formatting import number, percent
 from vitrail.report.page.render import check_jinja
+from vitrail.report.verdict import confidence_words
 
 NAMED = 5
 """Skipped images that are printed by name; the report lists more."""
@@ -68,7 +66,6 @@ def inspect(
     random_weights: options.RandomWeights = False,
     device: options.Device = None,
     seed: Seed = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
     engine: whole_datasets.Engine = "local",
     address: whole_datasets.Address = None,
     actors: whole_datasets.Actors = None,
@@ -90,11 +87,9 @@ def inspect(
         if report is None:
             return
         report.save(out)
-        if json:
-            console.say(report.to_json().rstrip())
-        else:
-            show(model, report)
-            console.say(f"Report: {written(out)}", style="bold")
+        show(model, report)
+        console.say(f"Report: {written(out)}", style="bold")
+        console.answer(report.to_dict())
     if report.problems["num_skipped"] and world.world_size == 1:  # torchrun would report a crash
         raise typer.Exit(1)
 
@@ -107,7 +102,7 @@ def _survey(given: Mapping[str, Any]) -> None:
             raise OutputError(f"-o {out}: --engine ray writes norms alone, as JSON. Expected a name like norms.json.")
         check_output(out, given["images"] or [])
         dataset = open_images(given)
-        with console.err.status(f"Loading {name}"):
+        with console.status(f"Loading {name}"):
             where = {"size": given["size"], "device": given["device"], "seed": given["seed"]}
             loaded = load(name, "inspect", random=given["random_weights"], **where)
         fitting = open_for(dataset, given["images"] or None, loaded.spec, **_data_options(given))
@@ -125,6 +120,7 @@ def _survey(given: Mapping[str, Any]) -> None:
         share = percent(found.outlier_share)
         console.say(f"{found.verdict}: {share} of patch tokens in {counted(found.num_images, 'image')}", style="bold")
         console.say(f"Norms: {out}", style="bold")
+        console.answer(found.to_dict())
 
 
 def open_images(given: Mapping[str, Any]) -> Dataset:
@@ -217,21 +213,20 @@ def show(name: str, report: Report) -> None:
     rows = {
         "images": f"{report.data['images']}",
         "threshold of the norm": number(norms["threshold"]),
-        "outliers": f"{percent(norms['outlier_share'])} of patch tokens",
+        "high-norm tokens": f"{percent(norms['outlier_share'])} of patch tokens",
         "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
-        "confidence": percent(min(norms["confidence"] or 0, 0.999) or None),
+        "confidence": confidence_words(norms["confidence"], norms["num_images"]),
         "with test-time registers": cured,
         "skipped images": f"{problems['num_skipped']}",
         "images with non-finite values": f"{problems['num_not_finite_images']}",
     }
     console.say(report.verdict, style="bold")
+    console.say(f"Next: {report.next_step.replace('`', '')}")
     known = report.model["name"]
-    table = Table(title=Text(name if name == known else f"{name}, {known}"), box=box.SIMPLE, show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
+    table = console.table("model", name if name == known else f"{name}, {known}", left=2)
     for title, value in rows.items():
         table.add_row(title, value)
-    console.out.print(table)
+    console.show(table)
     for entry in problems["skipped"][:NAMED]:
         console.error(f"Skipped {entry['reason']}")
     if problems["num_skipped"] > NAMED:

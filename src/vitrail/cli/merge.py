@@ -147,12 +147,12 @@ def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path, noun: str) 
         f"{markdown(details)}{summary.cost.tokens_before[-1]}.",
         *(f"- Skipped: {markdown(one['reason'])}" for one in summary.skipped),
     ]
-    write_summary(folder, asdict(summary), "\n".join(lines))
+    values = write_summary(folder, asdict(summary), "\n".join(lines))
 
     table = console.table(*columns, title=model)
     for row in rows:
         table.add_row(*row)
-    console.out.print(table)
+    console.show(table)
     console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
     broken = [result.picture for result in summary.pictures if not result.finite]
     if broken:
@@ -164,3 +164,4 @@ def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path, noun: str) 
         total = len(summary.pictures) + len(summary.skipped)
         console.error(f"{len(summary.skipped)} of {total} {noun} could not be read and were skipped, see above.")
     console.say(f"Drawings and summary.md are in {folder}", style="bold")
+    console.answer(values)

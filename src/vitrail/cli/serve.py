@@ -91,7 +91,7 @@ def serve(
             decoders=decoders,
         )
         with bound_socket(host, port) as opened:  # before the model is loaded, which may take long
-            with console.err.status(f"Loading {model}"):
+            with console.status(f"Loading {model}"):
                 loaded = load(model, "serve", random=random_weights, size=size, device=device)
                 handles = {} if merge is None else apply(merge, loaded.model)
                 served = ServedModel(loaded.model, model, size=loaded.size, precision=precision, fit=fit)
@@ -109,6 +109,7 @@ def serve(
 
             def ready(url: str) -> None:
                 console.say(f"Serving at {url} (Ctrl-C stops it)", style="bold")
+                console.answer({"url": url})
                 console.out.file.flush()
 
             lost = run(served, opened, limits, on_ready=ready, access_log=access_log)

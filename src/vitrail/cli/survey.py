@@ -17,6 +17,7 @@ from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.report.page.formatting import percent
 from vitrail.report.surveying import SurveyReport
+from vitrail.report.verdict import confidence_words
 from vitrail.training.run_directory import CHECKPOINTS, LAST
 
 EXAMPLES = (
@@ -69,14 +70,16 @@ def survey(
         for row in found.table():
             share = percent(row["outlier_share"]) if row["threshold"] is not None else "–"
             since = "–" if row["onset"] is None else str(row["onset"])
-            sure = "–" if row["confidence"] is None else percent(row["confidence"])
+            sure = "–" if row["confidence"] is None else confidence_words(row["confidence"], number)
             table.add_row(row["name"], row["verdict"] or "failed", share, since, sure)
-        console.out.print(table)
+        console.show(table)
         for row in found.table():
             if row["problem"]:
                 console.error(f"{row['name']}: {row['problem']}")
         console.say(report.verdict, style="bold")
+        console.say(f"Next: {report.next_step.replace('`', '')}")
         console.say(f"Survey: {inspect.written(out)}", style="bold")
+        console.answer(report.to_dict())
     if any(entry.norms is None for entry in found.entries):
         raise typer.Exit(1)
 

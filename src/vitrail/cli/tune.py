@@ -90,13 +90,14 @@ def tune(
             )
         found.save(out)
         _print(found, out)
+        console.answer(json.loads(out.read_text("utf-8")))
 
 
 def _print(found: Tuning, out: Path) -> None:
     table = console.table("schedule", "tokens merged per layer", "GFLOPs", found.quality, left=2)
     for one in found.curve:
         table.add_row(one.family, " ".join(map(str, one.r)), f"{one.flops / 1e9:.3g}", f"{one.value:.4f}")
-    console.out.print(table)
+    console.show(table)
     ends = "" if found.interval is None else f" (95 % interval {found.interval[0]:.4f} to {found.interval[1]:.4f})"
     method, r = _method_text(found.config["method"]), found.config["r"]
     console.say(f"Chosen: {method}, merging {' '.join(map(str, r))} tokens per layer ({found.family} schedule)", "bold")

@@ -53,7 +53,7 @@ def web(
         place = "cpu" if static is not None else device
         loaded = []
         for name in names:
-            with console.err.status(f"Loading {name}"):
+            with console.status(f"Loading {name}"):
                 loaded.append(load(name, "web", random=random_weights, size=size, device=place))
         if random_weights:
             console.note("These models have random weights: what the page shows says nothing about trained ones.")
@@ -66,10 +66,11 @@ def web(
 def _write(loaded: Loaded, folder: Path) -> None:
     from vitrail.web.static import write_static
 
-    with console.err.status("Writing the page"):
+    with console.status("Writing the page"):
         written = write_static(_views(loaded), folder)
     size = sum(path.stat().st_size for path in written) / 2**20
     console.say(f"{len(written)} files, {size:.1f} MiB, are in {folder}", style="bold")
+    console.answer({"files": [str(path) for path in written]})
     console.say(f"Copy them to any web space, or look at them here: python -m http.server -d {folder}")
 
 
@@ -95,6 +96,7 @@ def _serve(loaded: list[Loaded], host: str, port: int, opens: bool) -> None:
     app = create_app(views, cache, (*LOCAL, name))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     console.say(f"The page is at {address} (Ctrl+C ends it)", style="bold")
+    console.answer({"url": address})
     if opens:
         threading.Timer(0.5, webbrowser.open, (address,)).start()
     server.run(sockets=[listening])

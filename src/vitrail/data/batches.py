@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
 from vitrail._checks import check_int
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.sample import Batch
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -155,8 +156,8 @@ def open_batches(
         if labels is not None and _is_image(data[0]) and not isinstance(labels, str):
             numbers: Any = _as_labels(labels, len(data))
             columns, data = (), [*zip(data, numbers.tolist(), strict=True)]
-        modality = "video" if "T" in axes and "H" in axes else "audio" if "F" in axes else None
-        dataset = open_dataset(data, limit=limit, labels=columns, modality=modality)
+        recorded = (name for name, one in MODALITIES.items() if one.sampling and {*one.axes} - {"C"} <= {*axes})
+        dataset = open_dataset(data, limit=limit, labels=columns, modality=next(recorded, None))
         return Batches(dataset, "collection", limit=limit)
     if isinstance(data, Iterable):
         if labels is not None:

@@ -29,10 +29,21 @@ from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
 from vitrail.data.decode import as_image, center_crop, center_square
 from vitrail.data.labels.columns import likely_kind, read_classes, read_kinds, read_several, read_values
-from vitrail.data.labels.targets import CLASSES, MASK, MASK_CLASSES, Kind, Targets, TargetSpec, is_known, spans
+from vitrail.data.labels.masks import DepthReader, MaskReader
+from vitrail.data.labels.targets import (
+    CLASSES,
+    MASK_CLASSES,
+    PIXEL_BYTES,
+    PIXEL_COLUMNS,
+    Kind,
+    Targets,
+    TargetSpec,
+    is_known,
+    spans,
+)
 from vitrail.data.loading.order import generator
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.recording import Recording
-from vitrail.data.media.sampling import DEFAULTS
 from vitrail.data.sample import UNKNOWN, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
 from vitrail.data.sources import Labels, Source, open_source
@@ -41,11 +52,11 @@ from vitrail.data.sources.decoded import DecodedSource
 from vitrail.data.spec import InputSpec, to_tensor
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 
-TAKES = {"video": "video clips", "audio": "sounds", "array": "arrays"}
-"""What a model of a modality takes, for messages."""
-
 FINGERPRINT_SAMPLES = 8
 """Number of arrays whose values go into a fingerprint."""
+
+MEASURED = 64
+"""Number of depth maps whose depths have the mean and standard deviation that outputs are scaled by."""
 
 MAX_FILES, FILES_READ, BYTES_READ = 10_000, 32, 2**18
 """Of how many files the sizes go into a fingerprint, of how many among these the bytes, and how many bytes."""
@@ -140,8 +151,8 @@ class Dataset:
         found = {}
         for column, (_, where) in self._columns().items():
             target = self.targets.get(column)
-            if target is not None and target.kind == "regression":
-                values = self.labels[:, where].double()
+            if target is not None and target.kind in ("regression", "depth"):
+                values = self._depths() if target.kind == "depth" else self.labels[:, where].double()
                 values = values[~values.isnan()]
                 std = float(values.std(correction=0)) if len(values) else 1.0
                 target = replace(target, mean=float(values.mean()) if len(values) else 0.0, std=std or 1.0)
@@ -149,10 +160,22 @@ class Dataset:
                 found[column] = target
         return found
 
+    def _depths(self) -> Tensor:
+        """Return the depths of some samples, evenly spaced, that can be read."""
+        found = [torch.zeros(0, dtype=torch.float64)]
+        for row in self._rows[:: max(1, len(self) // MEASURED)]:
+            try:
+                mask = self._source.read(row).mask
+            except ImageError:
+                continue
+            if mask is not None:
+                found.append(torch.from_numpy(mask).flatten().double())
+        return torch.cat(found)
+
     @property
-    def is_dense(self) -> bool:
-        """Whether masks are a target; :meth:`tensor` then reads them as a fourth channel."""
-        return any(target.kind == "dense" for target in self.targets.values())
+    def pixel_bytes(self) -> int:
+        """Channels of bytes with what is true of each pixel, which :meth:`tensor` reads behind those of the image."""
+        return sum(target.pixel_bytes for target in self.targets.values())
 
     def _columns(self) -> dict[str, tuple[tuple[str, ...], slice]]:
         """Return the classes of each label column, and its place in the table of labels."""
@@ -181,8 +204,8 @@ class Dataset:
 
     @property
     def noun(self) -> str:
-        """What samples are called: images, video clips or sounds."""
-        return {"video": "video clips", "audio": "sounds"}.get(self.modality, "images")
+        """What samples are called: images, video clips, sounds or arrays."""
+        return MODALITIES[self.modality].plural
 
     @property
     def modality(self) -> str:
@@ -195,7 +218,7 @@ class Dataset:
         With ``measure`` their :meth:`statistics` have the normalization of these samples, not that of the
         specification. Images and arrays stay as they are.
         """
-        if self.modality not in DEFAULTS or self.tensor_spec is not None:
+        if MODALITIES[self.modality].sampling is None or self.tensor_spec is not None:
             return self
         if spec.modality != self.modality or not spec.size:
             raise UnsupportedInput(
@@ -219,7 +242,7 @@ class Dataset:
         found: dict[str, Any] = {}
         for column, (_, where) in self._columns().items():
             values, kind = self.labels[index, where], self.targets.get(column, CLASSES).kind
-            if kind == "dense" or not is_known(values[None], kind):
+            if kind in PIXEL_BYTES or not is_known(values[None], kind):
                 continue
             if kind == "multilabel":
                 found[column] = tuple(values.nonzero()[:, 0].tolist())
@@ -237,7 +260,8 @@ class Dataset:
     def tensor(self, index: int, size: int) -> Tensor:
         """Read a sample as a tensor: an array as it is, the largest centered square of an image as (3, size, size).
 
-        With masks as a target it is (4, size, size), the last channel being the mask.
+        With masks as a target it is (4, size, size), the last channel being the mask; with depth maps (7, size, size),
+        the last four being the bytes of depths in float32.
         """
         return self.fetch(index, size)()
 
@@ -250,7 +274,7 @@ class Dataset:
             raise ImageError(known)
         if known is not None:
             return lambda: known
-        dense = self.is_dense
+        dense = bool(self.pixel_bytes)
         read = self._source.fetch(row, annotations=dense)
 
         def decode() -> Tensor:
@@ -270,7 +294,7 @@ class Dataset:
 
     def spec_at(self, size: int) -> TensorSpec:
         """Return shape and dtype of what :meth:`tensor` reads at a size."""
-        return self.tensor_spec or TensorSpec((4 if self.is_dense else 3, size, size), torch.uint8)
+        return self.tensor_spec or TensorSpec((3 + self.pixel_bytes, size, size), torch.uint8)
 
     def batches(
         self,
@@ -325,17 +349,17 @@ class Dataset:
         if spec.is_array:
             if not isinstance(sample.image, Tensor) or len(sample.image) != len(spec.mean):
                 raise UnsupportedInput(
-                    f"{sample.name}: the model takes {TAKES[spec.modality]} of {len(spec.mean)} channels; pass such "
-                    f"files, or Arrays of their values"
+                    f"{sample.name}: the model takes {MODALITIES[spec.modality].plural} of {len(spec.mean)} channels; "
+                    "pass such files, or Arrays of their values"
                 )
             return Batch(spec.normalize(sample.image[None]), (index,), (sample.name,), labels)
         image, (height, width) = _image(sample), spec.size
         masks = boxes = None
         if self.has_masks:
-            masks = torch.full((1, height, width), UNKNOWN, dtype=torch.uint8)
-            if sample.mask is not None:
-                resized = Image.fromarray(sample.mask).resize((width, height), Image.Resampling.NEAREST)
-                masks[0] = torch.from_numpy(np.array(resized))
+            unknown = np.float32("nan") if self.pixel_bytes > 1 else np.uint8(UNKNOWN)
+            mask = np.full((height, width), unknown) if sample.mask is None else sample.mask
+            resized = Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST)
+            masks = torch.from_numpy(np.array(resized))[None]
         if self.has_boxes:
             across, down = width / image.width, height / image.height
             given = sample.boxes or ()
@@ -498,10 +522,11 @@ def open_dataset(
         labeled: whether to leave out samples without a label, and to raise where there are none with one.
         limit: most samples, spread evenly.
         kind: what the label columns hold, one for all or a mapping: ``classification``, ``regression`` (numbers),
-            ``multilabel`` (lists of classes, or text such as ``"cat;small"``) or ``dense`` (masks, the column
-            ``"mask"``). By default floating point numbers are a regression, lists are multi-label, and everything else
-            is classes.
-        masks: for a folder of images, a folder with the masks: files of the same names in the same subfolders.
+            ``multilabel`` (lists of classes, or text such as ``"cat;small"``), ``dense`` (masks, the column
+            ``"mask"``) or ``depth`` (depth maps, the column ``"depth"``). By default floating point numbers are a
+            regression, lists are multi-label, and everything else is classes.
+        masks: for a folder of images, a folder with the masks, or depth maps: files of the same names in the same
+            subfolders.
         mask_classes: names or number of the classes whose numbers are the values of masks, 255 for unknown pixels. By
             default values above 0 are foreground, and a column ``trimap`` has 1 for foreground, 2 for background.
         size: height and width to resize images to, instead of the model's own.
@@ -520,14 +545,15 @@ def open_dataset(
         check_int("limit", limit)
     columns = None if labels is None else as_tuple(labels)
     source = list(samples().values()) if source is None else source
-    if columns == () and kind == "dense":
-        columns = (MASK,)
+    if columns == () and isinstance(kind, str) and kind in PIXEL_COLUMNS:
+        columns = (PIXEL_COLUMNS[kind],)
     kinds = read_kinds(kind, columns or tuple(classes or ()))
     names = _mask_names(mask_classes)
+    reader = DepthReader() if "depth" in kinds.values() else MaskReader(None if mask_classes is None else len(names))
     is_folder = isinstance(source, str | os.PathLike) and os.path.isdir(source)  # noqa: PTH112  (False for odd paths)
     where = f"{source} is an unlabeled folder: " if is_folder else ""
     if not isinstance(source, Dataset):
-        opened = open_source(source, columns or (), modality, masks, None if mask_classes is None else len(names))
+        opened = open_source(source, columns or (), modality, masks, reader)
         source = Dataset(opened)
     dataset: Dataset = source
     if columns is None:
@@ -597,7 +623,7 @@ def _labeled(
         return dataset  # without labels: what is there is no class
     table = torch.cat([part.float() for part in parts] if targets else parts, 1)
     dataset_with = dataset._with(labels=table, classes=found, targets=targets)
-    if dataset_with.is_dense != dataset.is_dense and dataset._cache is not None:
+    if dataset_with.pixel_bytes != dataset.pixel_bytes and dataset._cache is not None:
         dataset_with = dataset_with._with(cache={})  # what is kept has no masks, or has them
     rows = complete.nonzero()[:, 0]
     if not required:
@@ -629,15 +655,17 @@ def _read_column(
         if set(known) == set(names):
             return dataset.targets[column], tuple(known), dataset.labels[:, where][:, [names.index(n) for n in known]]
         raise InvalidOption(f"{column}: its classes are {', '.join(names[:5])}; expected those of the model")
-    if kind is None and column == MASK and dataset.has_masks and not dataset._has_column(column):
+    if kind is None and column == PIXEL_COLUMNS["dense"] and dataset.has_masks and not dataset._has_column(column):
         kind = "dense"
-    if kind == "dense":
+    if kind in PIXEL_COLUMNS:
+        own = PIXEL_COLUMNS[kind]
         if not dataset.has_masks:
             raise InvalidOption(
-                f"{column}: there are no masks; expected a column 'mask' of a label file or a parquet file, or a "
-                "folder of masks beside a folder of images, masks="
+                f"{column}: there are no {own}s; expected a column {own!r} of a label file or a parquet file, or a "
+                f"folder of {own}s beside a folder of images, masks="
             )
-        return TargetSpec("dense"), tuple(known or mask_names), torch.zeros(len(dataset), 0)
+        names = (column,) if kind == "depth" else tuple(known or mask_names)
+        return TargetSpec(kind), names, torch.zeros(len(dataset), 0)
     if kind in (None, "classification"):
         try:
             return CLASSES, *read_classes(column, dataset._column(name), known)
@@ -667,11 +695,11 @@ def _mask_names(given: Sequence[str] | int | None) -> tuple[str, ...]:
 
 
 def _square_mask(sample: Sample, size: int) -> Tensor:
-    """Return the mask of the part of an image that `center_square` keeps, as (1, size, size)."""
+    """Return what is true of the pixels that `center_square` keeps, as bytes (1 or 4, size, size)."""
     if sample.mask is None:
         raise ImageError(f"{sample.name}: the sample has no mask; give it one, or leave it out")
     image = center_crop(Image.fromarray(sample.mask), (size, size), Image.Resampling.NEAREST)
-    return torch.from_numpy(np.array(image))[None]
+    return torch.from_numpy(np.array(image)).unsqueeze(2).view(torch.uint8).permute(2, 0, 1)
 
 
 def _collate(parts: Sequence[Batch]) -> Batch:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vitrail._arguments import checked
 from vitrail._checks import check, shown
-from vitrail.data.media.sampling import DEFAULTS, FrameSampling, Spectrogram
+from vitrail.data.media.modality import MODALITIES
+from vitrail.data.media.sampling import FrameSampling, Spectrogram
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's colors."""
-
-AXES = {"image": "CHW", "video": "CTHW", "audio": "CFT"}
-"""Order of the axes of one input: channels, time, height and width; frequency bands and time for audio."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class InputSpec:
         scale: value that the input is divided by first: 255 for bytes, 1 for floating point arrays.
         sampling: how frames of a video are chosen, or how a spectrogram is computed; by default as `FrameSampling` and
             `Spectrogram` do. None for images and arrays.
-        axes: order of the axes that the model takes, if it is not that of ``AXES``: ``"TCHW"`` for frames before
+        axes: order of the axes that the model takes, if it is not that of its modality: ``"TCHW"`` for frames before
             channels, ``"TF"`` for spectrograms with time first and no channel.
     """
 
@@ -54,7 +52,8 @@ class InputSpec:
     axes: str = ""
 
     def __post_init__(self) -> None:
-        axes = {"video": (3,), "array": (0, 2, 3)}.get(self.modality, (2,))
+        check("modality", self.modality, self.modality in MODALITIES, f"one of {', '.join(MODALITIES)}")
+        axes = (0, 2, 3) if self.modality == "array" else (len(MODALITIES[self.modality].axes) - 1,)
         sized = len(self.size) in axes and all(not isinstance(n, bool) and int(n) == n >= 1 for n in self.size)
         check("size", self.size, sized, f"{axes[0]} whole numbers above 0, like (224, 224) for images")
         channels = 3 if self.modality == "image" else max(len(self.mean), 1)
@@ -65,10 +64,10 @@ class InputSpec:
         check("scale", self.scale, self.scale > 0, "a number above zero, like 255 for bytes")
         for name, kind in (("size", int), ("mean", float), ("std", float)):  # lists and numpy numbers are accepted
             object.__setattr__(self, name, tuple(kind(value) for value in getattr(self, name)))
-        plain = AXES.get(self.modality, "")
+        plain = MODALITIES[self.modality].axes
         ordered = sorted(self.axes) in (sorted(plain), sorted(plain.replace("C", "") if len(self.mean) == 1 else plain))
         check("axes", self.axes, not self.axes or ordered, f"the axes of {plain} in the model's order")
-        kind_of = DEFAULTS.get(self.modality)
+        kind_of = MODALITIES[self.modality].sampling
         sampling = kind_of(**self.sampling) if kind_of and isinstance(self.sampling, Mapping) else self.sampling
         right = sampling is None if kind_of is None else sampling is None or isinstance(sampling, kind_of)
         check("sampling", self.sampling, right, f"{kind_of.__name__ if kind_of else None} for {self.modality}")
@@ -88,7 +87,7 @@ class InputSpec:
     def shape(self) -> tuple[int, ...]:
         """Shape of one input without the batch axis: (channels, *size), in the order of ``axes``."""
         shape = (len(self.mean), *self.size)
-        plain = AXES.get(self.modality, "")
+        plain = MODALITIES[self.modality].axes
         return tuple(shape[plain.index(axis)] for axis in self.axes) if self.axes else shape
 
     @property
@@ -113,7 +112,7 @@ class InputSpec:
         """Return a batch (B, C, ...) with its axes in the model's order."""
         if not self.axes:
             return values
-        plain = AXES[self.modality]
+        plain = MODALITIES[self.modality].axes
         if "C" not in self.axes:
             values, plain = values[:, 0], plain.replace("C", "")
         return values.permute(0, *(plain.index(axis) + 1 for axis in self.axes))
@@ -122,7 +121,7 @@ class InputSpec:
         """Return a batch in the model's order as (B, C, ...): the inverse of :meth:`arranged`."""
         if not self.axes:
             return values
-        plain = AXES[self.modality]
+        plain = MODALITIES[self.modality].axes
         values, axes = (values, self.axes) if "C" in self.axes else (values[:, None], f"C{self.axes}")
         return values.permute(0, *(axes.index(axis) + 1 for axis in plain))
 

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail._arguments import fitting
+from vitrail.data.decode import as_rgb
 from vitrail.data.media.audio import Sound
 from vitrail.data.media.sampling import Spectrogram
 from vitrail.data.media.video import Clip
@@ -19,6 +20,18 @@ from vitrail.drawing.spectrogram import draw_sound
 
 SIDE = 1600
 """Longest side of an image in the side-by-side view; the stained glass keeps the image's resolution."""
+
+SMALLEST = 768
+"""Shortest longer side of an image that is drawn for a person to look at."""
+
+
+def enlarged(sample: Any) -> Any:
+    """Return an image whose longer side has 768 pixels or more; other samples unchanged."""
+    if not isinstance(sample, Image.Image) or max(sample.size) >= SMALLEST:
+        return sample
+    scale = SMALLEST / max(sample.size)
+    size = max(round(sample.width * scale), 1), max(round(sample.height * scale), 1)
+    return as_rgb(sample).resize(size, Image.Resampling.LANCZOS)
 
 
 @fitting
@@ -41,4 +54,5 @@ def draw_groups(sample: Any, groups: Any, spec: InputSpec) -> dict[str, Image.Im
     sides = [sample.copy(), glass.copy()]
     for side in sides:
         side.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    return {"glass": glass, "side-by-side": contact_sheet(sides)}
+    captions = ["the image", f"{np.unique(cells).size} groups of its {cells.size} patches"]
+    return {"glass": glass, "side-by-side": contact_sheet(sides, captions)}

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-PAPER, INK, SOFT = (251, 249, 245), (38, 36, 42), (112, 108, 116)
-LIKELY, CHANGED, TRACK = (247, 203, 128), (240, 168, 152), (241, 237, 229)
+from vitrail.drawing.theme import LIGHT, rgb
+
+PAPER, INK, SOFT, TRACK = (rgb(LIGHT[name]) for name in ("page", "ink", "soft", "rail"))
+LIKELY, CHANGED = (243, 196, 112), (238, 158, 160)
+"""Amber and ruby, pale enough for text on them."""
 MARGIN, GAP, SMALL_GAP = 48, 36, 10
 WIDE, TALL = 420, 440
 """Largest size of an image on the sheet."""

@@ -9,10 +9,10 @@ from PIL import Image, ImageDraw, ImageFont
 from vitrail._arguments import checked
 from vitrail._checks import check_int
 from vitrail.data.decode import as_rgb
+from vitrail.drawing.theme import LIGHT, rgb
 from vitrail.errors import InvalidOption
 
-PAPER = (18, 17, 20)
-INK = (214, 210, 204)
+PAPER, INK = rgb(LIGHT["page"]), rgb(LIGHT["ink"])
 
 
 @checked
@@ -23,7 +23,7 @@ def contact_sheet(
     columns: int | None = None,
     title: str | None = None,
 ) -> Image.Image:
-    """Arrange images on a dark sheet, in rows of ``columns`` (all in one row by default), with a title above.
+    """Arrange images on a sheet, in rows of ``columns`` (all in one row by default), with a title above.
 
     Each image keeps its resolution; margins and captions, one below each image or none, grow with the images.
     """

@@ -35,12 +35,8 @@ def draw_sound(values: Any, groups: Any, sampling: Spectrogram) -> Image.Image:
         sampling: how the spectrogram was computed; it names the axes. Frames that pad a spectrogram of whole windows
             are gray.
     """
-    values, groups = np.asarray(values, dtype=np.float64), np.asarray(groups)
-    padded = _padded(values) if sampling.whole else np.zeros(values.shape[1], dtype=bool)
-    low, high = float(values[:, ~padded].min()), float(values[:, ~padded].max())
-    shades = colors((values[::-1] - low) / max(high - low, 1e-12))
-    shades[:, padded] = PADDING
-    panel = Image.fromarray(shades).resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
+    groups, (bands, frames) = np.asarray(groups), np.shape(values)
+    panel = spectrogram_image(values, sampling).resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
     glass = stained_glass(panel, groups[::-1])
     titles = ("Spectrogram", f"{len(np.unique(groups))} groups of {groups.size} patches")
     step = 2 * MARGIN + TITLE + HEIGHT + 2 * TEXT
@@ -50,8 +46,37 @@ def draw_sound(values: Any, groups: Any, sampling: Spectrogram) -> Image.Image:
         sheet.paste(image, (LEFT, top))
         draw = ImageDraw.Draw(sheet)
         draw.text((LEFT, top - MARGIN // 2), title, INK, ImageFont.load_default(TITLE), anchor="ls")
-        _draw_axes(draw, top, values.shape[0], values.shape[1], sampling)
+        _draw_axes(draw, top, bands, frames, sampling)
     return sheet
+
+
+def spectrogram_image(values: Any, sampling: Spectrogram) -> Image.Image:
+    """Return a spectrogram (bands, frames) as an image of one pixel for each value, the lowest band at the bottom."""
+    values = np.asarray(values, dtype=np.float64)
+    padded = _padded(values) if sampling.whole else np.zeros(values.shape[1], dtype=bool)
+    low, high = float(values[:, ~padded].min()), float(values[:, ~padded].max())
+    shades = colors((values[::-1] - low) / max(high - low, 1e-12))
+    shades[:, padded] = PADDING
+    return Image.fromarray(shades)
+
+
+def frequency_ticks(bands: int, sampling: Spectrogram, space: float = 0.07) -> list[tuple[float, str]]:
+    """Return frequencies for an axis, from the lowest, each as a share of the height and a text.
+
+    ``space`` is the least distance between two, as a share.
+    """
+    found: list[tuple[float, str]] = []
+    for hertz in FREQUENCIES:
+        share = (sampling.band_of(hertz, bands) + 0.5) / bands
+        if 0 < share <= 1 and (not found or share - found[-1][0] > space):
+            found.append((share, f"{hertz // 1000} kHz" if hertz >= 1000 else f"{hertz} Hz"))
+    return found
+
+
+def time_ticks(frames: int, sampling: Spectrogram) -> list[tuple[float, str]]:
+    """Return round times for an axis, each as a share of the width and a text."""
+    seconds = frames * sampling.hop_samples / sampling.rate
+    return [(time / seconds, text) for time, text in _ticks(seconds)]
 
 
 def _padded(values: np.ndarray) -> np.ndarray:
@@ -63,18 +88,12 @@ def _padded(values: np.ndarray) -> np.ndarray:
 
 def _draw_axes(draw: ImageDraw.ImageDraw, top: int, bands: int, frames: int, sampling: Spectrogram) -> None:
     font, bottom = ImageFont.load_default(TEXT), top + HEIGHT
-    last = float(bottom + TEXT)
-    for hertz in FREQUENCIES:
-        band = sampling.band_of(hertz, bands)
-        y = bottom - (band + 0.5) / bands * HEIGHT
-        if top <= y <= bottom - 2 and last - y > 1.2 * TEXT:
-            last = y
-            text = f"{hertz // 1000} kHz" if hertz >= 1000 else f"{hertz} Hz"
-            draw.line((LEFT - TICK, y, LEFT - 1, y), INK, 2)
-            draw.text((LEFT - TICK - 4, y), text, INK, font, anchor="rm")
-    seconds = frames * sampling.hop_samples / sampling.rate
-    for time, text in _ticks(seconds):
-        x = LEFT + time / seconds * WIDTH
+    for share, text in frequency_ticks(bands, sampling, 1.2 * TEXT / HEIGHT):
+        y = bottom - share * HEIGHT
+        draw.line((LEFT - TICK, y, LEFT - 1, y), INK, 2)
+        draw.text((LEFT - TICK - 4, y), text, INK, font, anchor="rm")
+    for share, text in time_ticks(frames, sampling):
+        x = LEFT + share * WIDTH
         draw.line((x, bottom, x, bottom + TICK), INK, 2)
         draw.text((x, bottom + TICK + 4), text, INK, font, anchor="mt")
 

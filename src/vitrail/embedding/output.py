@@ -1,6 +1,7 @@
 """Results on disk: shards with a done-marker each, and what is made of them at the end.
 
     features.parquet, .npy, .csv     one file; shards are in features.parquet.parts/ until it is complete
+    features.lance                   a Lance dataset, likewise
     features/                        a directory; the shards stay, as part-00000.parquet, …
 
 A directory of shards has ``job.json`` (settings and number of shards), ``part-00000.parquet`` and, written after it,
@@ -16,12 +17,14 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from vitrail.embedding import lance
 from vitrail.embedding.embedder import Column
-from vitrail.embedding.storage import Storage, absolute, open_storage, split
+from vitrail.embedding.storage import LocalStorage, Storage, absolute, open_storage, split
 from vitrail.embedding.table import (
     INDEX,
     NAME,
@@ -73,7 +76,7 @@ class Output:
 
     Attributes:
         path: as the user named it.
-        kind: ``parquet``, ``npy``, ``csv``, or ``directory``.
+        kind: ``parquet``, ``npy``, ``csv``, ``lance``, or ``directory``.
         folder: where the result is.
         name: its name there; empty for a directory.
         work: the directory of its shards.
@@ -90,7 +93,7 @@ class Output:
         """Return the output of a path, by its ending."""
         text = absolute(str(path))
         folder, name = split(text)
-        endings = {".parquet": "parquet", ".pq": "parquet", ".npy": "npy", ".csv": "csv"}
+        endings = {".parquet": "parquet", ".pq": "parquet", ".npy": "npy", ".csv": "csv", lance.ENDING: "lance"}
         kind = next((kind for ending, kind in endings.items() if name.lower().endswith(ending)), None)
         if kind is None:
             if "." in name.lstrip(".") and not text.endswith("/") and not open_storage(text).names():
@@ -101,9 +104,28 @@ class Output:
             return cls(text, "directory", whole, "", whole)
         return cls(text, kind, folder, name, folder.inside(f"{name}.parts"))
 
+    @property
+    def lance(self) -> Path:
+        """The directory of a Lance dataset."""
+        return Path(self.folder.path, self.name)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is something of this name, finished or not ours."""
+        if self.kind == "directory":
+            return self.work.size(COMPLETE) is not None
+        return self.folder.size(self.name) is not None or lance.find_lance(self.folder, self.name) is not None
+
     def check(self, columns: Sequence[Column]) -> None:
-        """Raise if columns do not fit the kind of file, or pyarrow is missing."""
+        """Raise if columns do not fit the kind of file, or a library for it is missing."""
         arrow()
+        if self.kind == "lance":
+            lance.library()
+            if not isinstance(self.folder, LocalStorage):
+                raise EmbeddingError(
+                    f"{self.path}: a Lance dataset is written to a local directory; write shards of Parquet there "
+                    "(a name that ends in /), and convert them"
+                )
         if self.kind == "npy" and (len(columns) != 1 or not columns[0].shape):
             names = ", ".join(column.name for column in columns)
             raise EmbeddingError(f"{self.path}: an .npy file holds one column of features, not {names}; use .parquet")
@@ -175,13 +197,13 @@ class Job:
     def _is_complete(self) -> bool:
         """Return whether the result is there; raise if what is there is of other settings."""
         output = self.output
+        if not output.exists:
+            return False
         if output.kind == "directory":
-            if output.work.size(COMPLETE) is None:
-                return False
             present = _parse_json(output.work.read(JOB)) or {}
             found = present.get("settings")
-        elif output.folder.size(output.name) is None:
-            return False
+        elif output.kind == "lance":
+            found = lance.read_settings(output.lance)
         elif output.kind == "parquet":
             with opened_parquet(output.folder, output.name) as (_, found):
                 pass
@@ -202,6 +224,8 @@ class Job:
 
     def _remove(self) -> None:
         output = self.output
+        if output.kind == "lance" and output.exists:
+            lance.read_settings(output.lance)  # a directory of somebody else is not replaced
         if output.kind != "directory":
             output.work.discard()
             return
@@ -252,8 +276,11 @@ class Job:
             output.work.write(COMPLETE, _to_json({"rows": rows, "skipped": len(skipped)}))
             return rows, skipped
         write_skipped(output.folder, skipped_name(output.name), skipped)
-        with output.folder.writing(output.name) as stream:
-            WRITERS[output.kind](self, rows, stream)
+        if output.kind == "lance":
+            lance.write_lance(output.lance, self.tables(), schema_of(self.columns), self.settings)
+        else:
+            with output.folder.writing(output.name) as stream:
+                WRITERS[output.kind](self, rows, stream)
         if output.kind == "npy":
             self._write_beside(rows)
         output.work.discard()
@@ -268,6 +295,8 @@ class Job:
         if output.kind == "parquet":
             with opened_parquet(output.folder, output.name) as (file, _):
                 return int(file.metadata.num_rows), read_skipped(output.folder, output.name)
+        if output.kind == "lance":
+            return lance.count_rows(output.lance), read_skipped(output.folder, output.name)
         return len(read_output(output.folder, output.name)), read_skipped(output.folder, output.name)
 
     def tables(self) -> Iterator[Any]:
@@ -319,6 +348,9 @@ WRITERS: dict[str, Callable[[Job, int, IO[bytes]], None]] = {
 def read_output(storage: Storage, name: str) -> Embeddings:
     """Return a finished result: a directory of shards, or a file in a directory."""
     path = f"{storage.path}/{name}".rstrip("/")
+    dataset = lance.find_lance(storage, name)
+    if dataset is not None:
+        return Embeddings(*lance.read_lance(dataset), read_skipped(storage, name))
     if name.endswith(".npy"):
         return _read_array(storage, name)
     if name.endswith(".csv"):

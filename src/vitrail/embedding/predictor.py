@@ -61,7 +61,7 @@ class Predictor(Core):
         with torch.inference_mode(), taking(self._found, torch.empty(1, *self.spec.shape)):
             outputs = forward_output(model, torch.zeros(1, *self.spec.shape).to(weight))
         found = find_targets(model, None if outputs.logits is None else outputs.logits.shape[1], classes)
-        self.targets = tuple(target for target in found if target.kind != "dense")
+        self.targets = tuple(target for target in found if not target.spec.pixel_bytes)
         if not self.targets:
             raise UnsupportedModel(
                 f"{type(model).__name__} predicts masks alone, which are no rows of a table. Call the model and "

@@ -22,6 +22,7 @@ from vitrail._checks import check_choice, check_int
 from vitrail.adapters import find
 from vitrail.adapters.registry import SOURCE_ATTRIBUTE, sized
 from vitrail.data.dataset import Dataset, open_dataset
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.spec import InputSpec
 from vitrail.embedding.embedder import Core, Embedder
 from vitrail.embedding.output import Job, Output, Skipped
@@ -38,7 +39,7 @@ BATCH = {"cpu": 16, "cuda": 128}
 """Default batch sizes by device: more is not faster on a CPU, and takes memory."""
 
 ENGINES = ("local", "ray")
-LIBRARIES = ("torch", "timm", "transformers", "torchvision", "open_clip_torch", "pillow")
+PACKAGES = ("torch", "timm", "transformers", "torchvision", "open_clip_torch", "pillow")
 """Packages whose versions are kept with a result, besides Vitrail's."""
 
 
@@ -115,9 +116,9 @@ def embed(
     Args:
         model: a supported model, merged or not, on its device; it is set to eval mode.
         data: anything that `vitrail.data.open_dataset` opens, ``s3://`` and ``gs://`` included.
-        out: file to write, shard by shard: ``.parquet``, ``.npy`` for one column, or a directory (a name without an
-            ending, or with ``/`` behind), which keeps the shards. A run that was interrupted is resumed. By default the
-            result stays in memory.
+        out: file to write, shard by shard: ``.parquet``, ``.npy`` for one column, ``.lance``, or a directory (a name
+            without an ending, or with ``/`` behind), which keeps the shards. A run that was interrupted is resumed. By
+            default the result stays in memory.
         tokens: columns: ``class``, ``mean``, ``patches``, ``output``, or ``mean@5`` behind block 5; see `Embedder`.
         dtype: ``float16`` or ``float32``: how features are stored.
         precision: ``float32``, ``float16`` or ``bfloat16``: how the model computes; by default in its own.
@@ -215,7 +216,7 @@ class Plan:
         if batch is not None:
             check_int("batch", batch)
         preparation = Preparation(spec, fit, exact)
-        modality = spec.modality if spec.modality in ("video", "audio") else None
+        modality = spec.modality if MODALITIES[spec.modality].sampling else None
         dataset = data if isinstance(data, Dataset) else open_dataset(data, labels=None, limit=limit, modality=modality)
         if isinstance(data, Dataset) and limit is not None:
             dataset = open_dataset(data, labels=None, limit=limit)
@@ -401,9 +402,9 @@ def describe(core: Core, preparation: Preparation, dataset: Dataset, batch: int,
     from vitrail import __version__
 
     versions = {"vitrail": __version__, "python": platform.python_version()}
-    for library in LIBRARIES:
+    for package in PACKAGES:
         try:
-            versions[library] = version(library)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
     return {

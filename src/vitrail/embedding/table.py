@@ -162,8 +162,8 @@ def read_embeddings(paths: Any) -> Embeddings:
     """Read what ``vitrail embed`` or ``vitrail predict`` wrote, as one table in the order of the files.
 
     Args:
-        paths: a Parquet file, a directory of ``vitrail embed``, an ``.npy`` file, or a list of these, also
-            ``s3://`` and others that fsspec opens.
+        paths: a Parquet file, a directory of ``vitrail embed``, an ``.npy`` file, a Lance dataset, or a list of
+            these, also (but for Lance) ``s3://`` and others that fsspec opens.
 
     Raises:
         EmbeddingError: a file is missing or damaged, not finished, or its settings differ from the others'.
@@ -188,11 +188,12 @@ def read_embeddings(paths: Any) -> Embeddings:
 
 
 def _read(path: str) -> Embeddings:
+    from vitrail.embedding.lance import find_lance
     from vitrail.embedding.output import read_output
 
     storage, name = split(path)
-    is_file = bool(name) and storage.size(name) is not None
-    return read_output(storage, name) if is_file else read_output(open_storage(path), "")
+    named = bool(name) and (storage.size(name) is not None or find_lance(storage, name) is not None)
+    return read_output(storage, name) if named else read_output(open_storage(path), "")
 
 
 @contextmanager

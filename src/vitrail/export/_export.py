@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +19,14 @@ import vitrail
 from vitrail._arguments import checked
 from vitrail._atomic_files import rename_all
 from vitrail._checks import as_path, is_int, is_number
-from vitrail.adapters import input_spec
+from vitrail.adapters import Found, input_spec
 from vitrail.adapters.registry import declared_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
 from vitrail.export._trace import PlainModel, explained, trace
-from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
+from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, check_tokens, compare
 from vitrail.export.formats import INPUT, find_format
-from vitrail.runtime.checks import merged_trunk, refuse_meta, refuse_windowed
+from vitrail.runtime.carry import planned
+from vitrail.runtime.checks import refuse_meta
 from vitrail.surgery import Merging
 
 Batch = int | Literal["dynamic"]
@@ -47,7 +47,8 @@ class ExportResult:
         batch: ``"dynamic"``, or the fixed batch size.
         input: shape of the input ``images``.
         outputs: shapes of the outputs by name.
-        tokens: tokens that leave each block, read from the file; None for an unmerged model.
+        tokens: tokens that leave each block, verified in the file (inside windows, that its MLP works on); None for an
+            unmerged model.
         comparisons: distance from the model's outputs, for each batch size tried.
         tolerance: upper bound for ``max_rel``.
     """
@@ -124,31 +125,26 @@ def export(
     image_shape, free = tuple(images.shape[1:]), "batch" if batch == "dynamic" else batch
 
     plain = PlainModel(model)
-    expected: list[int] | None = None  # tokens that enter the first block and leave each one
+    tokens: list[int] | None = None
+    fed: list[set[int]] = []
     with nullcontext() if merging is None else merging.track() as tracked:
         outputs = _run(plain, images)
+    per_layer: tuple[int, ...] = ()
     if tracked is not None:
-        steps = (-merges for merges in tracked.latest.state.per_layer)
-        expected = list(accumulate(steps, initial=tracked.layout.num_tokens))
-    draws = DRAWS if expected is not None and len(set(expected)) > 1 else 1
+        plan, layout = tracked.plan, tracked.layout
+        per_layer = planned(plan, layout)
+        tokens, fed = plan.lengths(layout, per_layer), plan.fed(layout, per_layer)
+    draws = DRAWS if any(per_layer) else 1
     with _staging(path) as directory:
         program = trace(plain, torch.zeros_like(images), batch == "dynamic")
         metadata = _metadata(plain, outputs, (free, *image_shape), dtype)
-        if merging is not None and expected is not None:
-            metadata |= {"merging": merging.config, "tokens": expected[1:]}
+        if merging is not None:
+            metadata |= {"merging": merging.config, "tokens": tokens}
         staged = directory / path.name
         kind.write(program, tuple(outputs), metadata, staged, opset)
         file = kind.load(staged, tuple(outputs))
-        tokens = None
         if merging is not None:
-            names = {part: name for name, part in plain.named_modules()}
-            blocks = zip(merging.found.blocks, merging.found.block_adapters, strict=True)
-            tokens = count_tokens(file, [[names[part] for part in parts.feed_parts(block)] for block, parts in blocks])
-        if expected is not None and tokens != expected[1:]:
-            raise ExportError(
-                f"the exported model does not merge like the model: {tokens} tokens leave its blocks, expected "
-                f"{expected[1:]}. Nothing was written"
-            )
+            check_tokens(file, _readers(plain, merging.found), fed)
         comparisons = tuple(
             compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, draws)
             for size in ((1, 3) if batch == "dynamic" else (batch,))
@@ -171,6 +167,18 @@ def export(
         comparisons=comparisons,
         tolerance=float(tolerance),
     )
+
+
+def _readers(plain: PlainModel, found: Found) -> list[list[str]]:
+    """Return, for each block, the names of modules that run on the tokens that leave it.
+
+    They are its MLP, or the next block's attention where attention and MLP of a block read the same tokens.
+    """
+    names = {part: name for name, part in plain.named_modules()}
+    pairs = list(zip(found.blocks, found.block_adapters, strict=True))
+    following = [*(parts.attend_parts(block) for block, parts in pairs[1:]), ()]
+    readers = [parts.feed_parts(block) or after for (block, parts), after in zip(pairs, following, strict=True)]
+    return [[names[part] for part in one] for one in readers]
 
 
 def _metadata(plain: PlainModel, outputs: dict[str, Tensor], shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
@@ -198,9 +206,6 @@ def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             f"{len(training)} modules are in training mode ({training[0]}, for example); call model.eval() first"
         )
     refuse_meta(model)
-    merging = Merging.of(model) if merged_trunk(model) is not None else None
-    if merging is not None:
-        refuse_windowed(merging.found, "export of the merged model")
     values = [*model.parameters(), *model.buffers()]
     own = next((value.dtype for value in values if value.is_floating_point()), torch.float32)
     if (dtype or own) not in TOLERANCES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,17 +92,33 @@ def _difference(wanted: dict[str, Tensor], got: dict[str, Tensor], draw: int) ->
     return Comparison(batch, max_abs, max_rel, draw)
 
 
-def count_tokens(file: OnnxFile | Pt2File, feeds: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of tokens that leave each block of a file: the length of what its MLP modules compute."""
-    lengths: list[set[int | None]] = [set() for _ in feeds]
+def check_tokens(file: OnnxFile | Pt2File, readers: Sequence[Sequence[str]], expected: Sequence[set[int]]) -> None:
+    """Raise if other numbers of tokens leave the blocks of a file than those expected.
+
+    Args:
+        readers: for each block, names of modules that run on the tokens that leave it; none for a block that is not
+            checked.
+        expected: for each block, the lengths of its batches of tokens; none for an unmerged block.
+    """
+    found: list[set[int | None]] = [set() for _ in readers]
     for scopes, shape in file.values():
-        for found, names in zip(lengths, feeds, strict=True):
+        for lengths, names in zip(found, readers, strict=True):
             if len(shape) == 3 and any(f"{scope}.".startswith(f"{name}.") for scope in scopes for name in names):
-                found.add(shape[1])
-    for block, found in enumerate(lengths):
-        if len(found) != 1 or None in found:
+                lengths.add(shape[1])
+    for block, (lengths, wanted) in enumerate(zip(found, expected, strict=True)):
+        if not wanted or not readers[block]:
+            continue
+        if not lengths or None in lengths:
             raise ExportError(
                 f"cannot read from the exported model how many tokens leave block {block} (found: "
-                f"{', '.join(map(str, found)) or 'nothing'}), so its merging cannot be verified. Nothing was written"
+                f"{', '.join(map(str, lengths)) or 'nothing'}), so its merging cannot be verified. Nothing was written"
             )
-    return [length for found in lengths for length in found if length is not None]
+        if lengths != wanted:
+            raise ExportError(
+                f"the exported model does not merge like the model: {_listed(lengths)} tokens leave block {block}, "
+                f"expected {_listed(wanted)}. Nothing was written"
+            )
+
+
+def _listed(lengths: Iterable[int | None]) -> str:
+    return ", ".join(map(str, sorted(filter(None, lengths))))

@@ -21,18 +21,18 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "norms.outlier_share": ("tokens above the threshold", True),
     "norms.threshold": ("threshold (norm)", False),
     "norms.typical": ("typical norm", False),
-    "norms.ratio": ("norm of outliers over typical norm", False),
+    "norms.ratio": ("norm of high-norm tokens over typical norm", False),
     "norms.onset": ("first layer with artifacts", False),
-    "norms.images_with_outliers": ("images with outliers", False),
-    "redundancy.similarity.auc": ("probability that outliers are more like their neighbors", True),
-    "redundancy.foreground.auc": ("probability that outliers have more foreground", True),
+    "norms.images_with_outliers": ("images with high-norm tokens", False),
+    "redundancy.similarity.auc": ("probability that high-norm tokens are more like their neighbors", True),
+    "redundancy.foreground.auc": ("probability that high-norm tokens have more foreground", True),
     "probes.position.kinds.normal.accuracy.mean": ("position found, normal patches", True),
-    "probes.position.kinds.outlier.accuracy.mean": ("position found, outliers", True),
+    "probes.position.kinds.outlier.accuracy.mean": ("position found, high-norm tokens", True),
     "probes.pixels.kinds.normal.r2.mean": ("pixel variance explained, normal patches", True),
-    "probes.pixels.kinds.outlier.r2.mean": ("pixel variance explained, outliers", True),
+    "probes.pixels.kinds.outlier.r2.mean": ("pixel variance explained, high-norm tokens", True),
     "probes.classes.kinds.class.accuracy.mean": ("class from the class token", True),
     "probes.classes.kinds.normal.accuracy.mean": ("class from a normal patch", True),
-    "probes.classes.kinds.outlier.accuracy.mean": ("class from an outlier", True),
+    "probes.classes.kinds.outlier.accuracy.mean": ("class from a high-norm token", True),
     "probes.classes.kinds.register 1.accuracy.mean": ("class from register 1", True),
     "discovery.keys.lost.corloc.share": ("objects found, LOST on keys", True),
     "discovery.keys.lost_sweep.best_of_sweep.share": ("objects found, LOST on keys with its best bias", True),
@@ -177,7 +177,7 @@ def _norm_charts(a: Mapping[str, Any], b: Mapping[str, Any]) -> Block:
             lines.append(Line(style, [values.get(depth) for depth in places]))
     keys = [Key("s0", "A"), Key("s1", "B")]
     left = histogram(series, "Histograms of token norms of both models.")
-    right = over_layers(places, lines, "Median and largest norm by depth, of both models.", "norm", depths=True)
+    right = over_layers(places, lines, "Median and largest norm by depth, of both models.", "norm", axis="depth")
     histogram_text = "Norms after the last layer; both areas have the same size. Both scales are logarithmic."
     layers_text = "Median (solid) and largest norm (dashed) by depth: 0 is the first layer, 1 the last."
     return Columns([Figure([left], histogram_text, keys), Figure([right], layers_text, keys)])
@@ -195,9 +195,11 @@ def _norm_maps(a: Report, b: Report) -> list[Block]:
         panels = [photo_panel(one, one.name)] if one.pixels is not None else []
         for letter, shown, scale in zip("AB", (one, two), scales, strict=True):
             panels.append(scale.panel(shown, f"Norms of {one.name} in {letter}", shown.norms, shown.outliers))
-        figures.append(Figure(panels, f"{one.name}: {len(one.outliers)} outliers in A, {len(two.outliers)} in B"))
+        figures.append(
+            Figure(panels, f"{one.name}: {len(one.outliers)} high-norm tokens in A, {len(two.outliers)} in B")
+        )
     return [
-        Text("The image (if the report has it), then norms of patch tokens in A and in B, outliers marked."),
+        Text("The image (if the report has it), then norms of patch tokens in A and in B, high-norm tokens marked."),
         *(scale.ramp(f"norm in {letter}") for letter, scale in zip("AB", scales, strict=True)),
         Columns(figures, "images"),
     ]

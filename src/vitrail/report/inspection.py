@@ -95,7 +95,7 @@ def inspect(
         context = Context.create(collected, model, **run, seed=seed, progress=report_progress)
         values = _compute_sections(context, settings)
         description = _describe_model(model, found, name)
-    return _build_report(collected, context, values, source, {**settings, "seed": seed}, description)
+    return _build_report(collected, context, values, source, {**settings, "seed": seed}, description, spec.modality)
 
 
 def _collect(collector: Collector, data: Batches, batch_size: int, progress: Progress) -> Exception | None:
@@ -136,6 +136,7 @@ def _build_report(
     source: Batches,
     settings: Values,
     model: Values,
+    modality: str,
 ) -> Report:
     norms = collected.counts.result().to_dict()
     layout = next(iter(collected.queries)) if context is None else context.layout
@@ -144,6 +145,7 @@ def _build_report(
         model=model,
         data={
             "kind": source.kind,
+            "medium": modality,
             "images": collected.seen,
             "labelled": collected.labelled,
             "fingerprint": f"{collected.fingerprint:016x}",

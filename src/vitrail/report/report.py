@@ -16,6 +16,7 @@ from vitrail._checks import as_path, shown
 from vitrail._deprecation import renamed_property
 from vitrail._reading import read_text
 from vitrail.analysis.result import Result
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import ReportError
 from vitrail.report import verdict
 
@@ -144,6 +145,16 @@ class Report(Saved, eq=False):
     def verdict(self) -> str:
         """The answer in one sentence."""
         return verdict.verdict_sentence(self.norms)
+
+    @property
+    def next_step(self) -> str:
+        """What to do next, in one line; code is between backticks."""
+        return verdict.recommendations(self.norms, self.registers, self.cure)[0]
+
+    @property
+    def noun(self) -> str:
+        """What one input of the model is called: image, video clip, or sound."""
+        return MODALITIES[self.data.get("medium", "image")].noun
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but pixels and maps as plain values."""

@@ -11,7 +11,7 @@ Values = Mapping[str, Any]
 
 BADGES = {
     "artifacts": "▲ artifact tokens found",
-    "content": "✓ no artifact tokens; high norms are content",
+    "content": "✓ no artifact tokens: high norms are content",
     "none": "✓ no artifact tokens",
     "uncertain": "? uncertain",
 }
@@ -21,6 +21,9 @@ LIKELY = 0.9
 
 CLEAR_ANSWER = 50
 """Images that give a clear answer in most cases."""
+
+FEW = 20
+"""Fewer images than these give a first impression only, and no confidence."""
 
 
 def verdict_sentence(norms: Values) -> str:
@@ -42,8 +45,13 @@ def verdict_sentence(norms: Values) -> str:
     return f"There is no clear answer: {norms['reason']}."
 
 
-def confidence_sentence(norms: Values) -> str:
-    """Return how sure the verdict is, and what that means."""
+def confidence_sentence(norms: Values, noun: str = "image") -> str:
+    """Return how sure the verdict is, and what that means; of few images, that it is a first impression."""
+    if norms["num_images"] < FEW:
+        return (
+            f"Only {count(norms['num_images'], noun)}: take this as a first impression of the model, and every "
+            f"number below as one of these {noun}s. {CLEAR_ANSWER} or more give a clear answer in most cases."
+        )
     value = confidence(norms["confidence"])
     if norms["verdict"] == "artifacts":
         return f"Confidence: {value}, the probability that a model without artifacts shows no such gap by chance."
@@ -55,6 +63,11 @@ def confidence_sentence(norms: Values) -> str:
             f"10 times the norm) would have been found in these images. {visible_sentence(norms['power'])}"
         )
     return "Confidence: none. These images do not support either answer."
+
+
+def confidence_words(value: float | None, num_images: int) -> str:
+    """Return the confidence for a table: a number, or that there are few images."""
+    return "few images" if num_images < FEW else confidence(value) if value else "none"
 
 
 def visible_sentence(power: Values) -> str:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail import kernels
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Position, repeat_heads
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Position, QkvName, repeat_heads
 from vitrail.adapters.forward_pass import Exposed
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import Assignment, Context, MergeState, Reduction
@@ -157,7 +157,7 @@ def attend_block(
     if carried.plan.method.place == "before":
         x, state = _reduce_before(parts, block, x, call, carried, state)
     h = parts.attend_norm(block, x)
-    projected = parts.qkv(block, h)
+    projected = project(parts, block, h, carried.layout, state)
     attention = Attention.of(parts, block, projected, call, carried, state)
     return Attending(call, carried, entered, state, x, h, projected, attention)
 
@@ -166,6 +166,7 @@ def feed_block(attending: Attending, attended: Tensor) -> tuple[Tensor, MergeSta
     """Run a block from its attended values (B, N, H·d) on; return the tokens and the state for the next block."""
     call, carried, entered, state, x, h, projected, own = attending
     parts, block, method = own.parts, own.block, carried.plan.method
+    attended = parts.attended(block, attended, projected[0])
     x = parts.add(x, parts.attend_branch(block, parts.attend_output(block, attended, h)))
     if method.place == "between":
         context = _context(carried, state, x, lambda: projected)
@@ -179,11 +180,29 @@ def feed_block(attending: Attending, attended: Tensor) -> tuple[Tensor, MergeSta
     return x, state.next_layer(x)
 
 
+def project(parts: BlockAdapter, block: nn.Module, h: Tensor, layout: TokenLayout, state: MergeState) -> Projections:
+    """Return queries, keys and values (B, H, N, d) of the present tokens, from their norm (B, N, D).
+
+    Where a block mixes neighbors, each token has the mean over its members of what they get on the whole grid.
+    """
+    q, k, v = parts.qkv(block, h)
+    if not parts.mixes:
+        return q, k, v
+
+    def mixed(x: Tensor, part: QkvName) -> Tensor:
+        width, (_, *grid) = x.shape[3], layout.grid
+        full = state.unmerge(x.transpose(1, 2).flatten(2)).unflatten(2, (-1, width)).transpose(1, 2)
+        full = parts.mix(block, full, part, (grid[0], grid[1]))
+        return state.remerge(full.transpose(1, 2).flatten(2)).unflatten(2, (-1, width)).transpose(1, 2)
+
+    return mixed(q, "q"), mixed(k, "k"), mixed(v, "v")
+
+
 def _reduce_before(
     parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried, state: MergeState
 ) -> tuple[Tensor, MergeState]:
     """Reduce a block's input; projections and attention are computed only if the method uses them."""
-    context = _context(carried, state, x, lambda: parts.qkv(block, context.normed))
+    context = _context(carried, state, x, lambda: project(parts, block, context.normed, carried.layout, state))
     context.norm = lambda: parts.attend_norm(block, x)
 
     def attend(queries: Sequence[int] | None) -> Tensor:

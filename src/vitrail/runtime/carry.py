@@ -81,7 +81,7 @@ class MergedBlock:
         is_shown = after.ends(mine) or (expose if isinstance(expose, bool) else mine.index in expose)
         output = after.restore(x) if after.plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, output, after)
-        return mine.parts.returned(output)
+        return mine.parts.returned(output, call)
 
 
 def _split_tokens(

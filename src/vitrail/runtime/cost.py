@@ -28,6 +28,7 @@ class BlockCost:
         feature: channels by which tokens are compared.
         bias: heads with a position bias, which merged tokens pool: two products with the shares of all tokens.
         rows: weights that multiply a token for each row and each column of its window, for its position.
+        mixing: weights that multiply every place of the grid, merged or not, where a block mixes neighbors.
         window: patches that attend to each other; None for all. Images are counted as whole windows.
     """
 
@@ -37,6 +38,7 @@ class BlockCost:
     feature: int
     bias: int = 0
     rows: int = 0
+    mixing: int = 0
     window: int | None = None
 
     def attended(self, length: int, patches: int) -> float:
@@ -82,7 +84,7 @@ class CostModel:
                     found.block_adapters,
                     found.blocks,
                     biased_layers(found),
-                    found.adapter.window_sizes(found.trunk),
+                    _window_sizes(found),
                 )
             ),
             late=late_tokens(found),
@@ -148,7 +150,7 @@ class CostModel:
             elif layer.windows is None or not (merges or per_layer[index]):
                 windows, size = (layer.windows or Windows()).padded(layer.grid(grid))
                 cells = windows * prod(size)
-                found["projections"] += cells * block.attend
+                found["projections"] += cells * (block.attend + block.mixing)
                 found["attention"] += cells * (prod(size) * block.pair + sum(size) * block.rows)
                 found["feed"] += prod(layer.grid(grid)) * block.feed
             else:
@@ -160,7 +162,7 @@ class CostModel:
                     if r:
                         found["matching"] += tile.count * method.flops(length, block.feature)
                     length = fed if method.place == "before" else length
-                    found["projections"] += tile.count * (length * block.attend)
+                    found["projections"] += tile.count * (length * block.attend + tile.tokens * block.mixing)
                     pairs = length * (length + tile.padding)
                     found["attention"] += tile.count * (pairs * block.pair + self._position(block, tile, length))
                     found["feed"] += tile.count * fed * block.feed
@@ -206,8 +208,17 @@ def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool, window: int
     heads, channels = parts.head_shape(block)
     attend, feed = (sum(map(_weights, roots)) for roots in (parts.attend_parts(block), parts.feed_parts(block)))
     pair = 2 * heads * channels + parts.pair_weights(block)
-    rows = parts.row_weights(block) if isinstance(parts, WindowedAdapter) else 0
-    return BlockCost(attend, feed, pair, channels, heads if biased else 0, rows, window)
+    rows, mixing = (
+        (parts.row_weights(block), parts.mixing_weights(block)) if isinstance(parts, WindowedAdapter) else (0, 0)
+    )
+    return BlockCost(attend, feed, pair, channels, heads if biased else 0, rows, mixing, window)
+
+
+def _window_sizes(found: Found) -> list[int | None]:
+    """Return, for each block, how many patches a window has; None where all tokens see each other."""
+    layers = found.adapter.layer_windows(found.trunk)
+    sizes = [None if one.windows is None or one.windows.size is None else prod(one.windows.size) for one in layers]
+    return sizes or [None] * len(found.blocks)
 
 
 def _position_network(parts: BlockAdapter, block: nn.Module) -> int:

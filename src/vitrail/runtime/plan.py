@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
+from vitrail.adapters.windows import segment_windows
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
 from vitrail.merging import Method, Room, Schedule, Solution, ToMe
 from vitrail.merging.bipartite import Order
@@ -130,10 +131,11 @@ class Plan:
 
     def merges_of(self, found: Found, layout: TokenLayout) -> tuple[int, ...]:
         """Return the merges per layer of an image, those of all its windows together where it has some."""
-        windows = found.adapter.windows(found.trunk, layout)
-        if not windows:
+        windows = segment_windows(found.adapter.layer_windows(found.trunk)) if found.adapter.packed else None
+        if windows is None:
             return self.solve(layout.num_patches, layout.grid).per_layer
-        shares = [(self.share(window, layout).per_layer, count) for window, count in windows]
+        tiles = windows.tiles(layout.grid[1:])
+        shares = [(self.share(layout.with_grid((1, *tile.shape)), layout).per_layer, tile.count) for tile in tiles]
         return tuple(sum(count * merges[layer] for merges, count in shares) for layer in range(self.depth))
 
     def _key(self, patches: int, grid: Grid) -> int | Grid:
@@ -186,6 +188,17 @@ class Plan:
             length -= 0 if self.method.scope == "block" else merges
             lengths.append(length + late)
         return lengths
+
+    def fed(self, layout: TokenLayout, per_layer: Sequence[int]) -> list[set[int]]:
+        """Return the lengths of the batches that each block's MLP works on: one, or one for each shape of window.
+
+        None for a block inside windows where no token has merged, which runs as it is.
+        """
+        if self.tiling is not None:
+            return [set(tiles.values()) for tiles in self.tiling.fed(self.method, layout.grid, per_layer)]
+        removed = per_layer if self.method.scope == "block" else (0,) * self.depth
+        lengths = self.lengths(layout, per_layer)
+        return [{length - merges} for length, merges in zip(lengths, removed, strict=True)]
 
     def report(self, solution: Solution, patches: int) -> None:
         """Warn, once for each input size, where fewer tokens merge than requested."""

@@ -18,12 +18,20 @@ from torch.utils.hooks import RemovableHandle
 from vitrail._checks import as_tuple, is_int
 from vitrail.adapters import Found, find
 from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
-from vitrail.adapters.windows import LayerWindows, flat_tokens
+from vitrail.adapters.windows import LayerWindows, WindowedAdapter, flat_tokens
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections
-from vitrail.runtime.block_forward import Carried, attention_size, mask_with_bias, position_bias, read_mask, rotated
+from vitrail.runtime.block_forward import (
+    Carried,
+    attention_size,
+    mask_with_bias,
+    position_bias,
+    project,
+    read_mask,
+    rotated,
+)
 from vitrail.runtime.carry import Slot
 from vitrail.runtime.checks import refuse_packed
 from vitrail.runtime.layout import MARK, added_to, layout_of
@@ -205,7 +213,7 @@ class Recorder:
         now = self._current(0)
         x = args[0] if args else kwargs[self.found.block_adapters[0].input_name]
         windows = self._windows(self._entered)
-        x = x if windows is None else self._by_rows(windows, x)
+        x = x if windows is None else self._by_rows(self._entered, windows, x)
         if x.shape[1] < now.layout.num_patches or (windows is not None and x.shape[1] != now.layout.num_tokens):
             return  # the grid changes from stage to stage, and patches with it
         patches = x[:, x.shape[1] - now.layout.num_patches :]  # added and late special tokens may not be there yet
@@ -251,7 +259,7 @@ class Recorder:
                 output = slot.passed.carried.unmerge(output)
             output = self._insert_added(layer, output, slot.passed.carried.side)
         windows = self._windows(layer)
-        output = self._spread(layer, output) if windows is None else self._by_rows(windows, output)
+        output = self._spread(layer, output) if windows is None else self._by_rows(layer, windows, output)
         if "tokens" in self.what:
             self._store("tokens", layer, output)
         if "norms" in self.what:
@@ -301,7 +309,9 @@ class Recorder:
         """Record queries, keys, values and attention of a block whose attention runs inside windows, if it fits."""
         if windows.windows is None:
             return
-        qkv = parts.qkv(block, parts.attend_norm(block, self._by_rows(windows, x)))
+        layout = TokenLayout((), (1, *windows.grid(self._patches)))
+        tokens = parts.attend_norm(block, self._by_rows(layer, windows, x))
+        qkv = project(parts, block, tokens, layout, MergeState(()))
         for name, part in zip(("q", "k", "v"), qkv, strict=True):
             if name in self.what:
                 self._store(name, layer, part)
@@ -381,9 +391,11 @@ class Recorder:
         windows = self._windows(layer)
         return windows is not None and windows.windows is None
 
-    def _by_rows(self, windows: LayerWindows, tokens: Tensor) -> Tensor:
+    def _by_rows(self, layer: int, windows: LayerWindows, tokens: Tensor) -> Tensor:
         """Return the tokens of a grid (B, N, D), row by row."""
-        tokens = flat_tokens(tokens)
+        parts = self.found.block_adapters[layer]
+        assert isinstance(parts, WindowedAdapter)
+        tokens = flat_tokens(tokens, parts.channels_first)
         sequence = windows.sequence(windows.grid(self._patches), tokens.device)
         return tokens if sequence is None else tokens[:, sequence]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
 from vitrail.data.augment.arrays import REACH, ArrayAugment
-from vitrail.data.augment.images import Augment
+from vitrail.data.augment.images import COLORS, Augment
 from vitrail.data.dataset import Dataset, open_dataset
-from vitrail.data.labels.targets import MASK, spans
-from vitrail.data.media.sampling import DEFAULTS
+from vitrail.data.labels.targets import PIXEL_COLUMNS, spans
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import byte_statistics
 from vitrail.data.spec import InputSpec
@@ -34,8 +34,8 @@ def open_data(config: Config) -> tuple[Config, Dataset, Dataset | None]:
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
-    if columns == () and config.kind == "dense":
-        columns = (MASK,)
+    if columns == () and isinstance(config.kind, str) and config.kind in PIXEL_COLUMNS:
+        columns = (PIXEL_COLUMNS[config.kind],)
     common: dict[str, Any] = {"labels": columns, "modality": config.modality, "labeled": True}
     kinds = {"kind": config.kind, "mask_classes": config.mask_classes}
     dataset = open_dataset(config.data, **common, **kinds, masks=config.masks)
@@ -58,7 +58,7 @@ def open_data(config: Config) -> tuple[Config, Dataset, Dataset | None]:
         held = held and held.decoded(spec, measure=measure)
     for problem in chain(_problems(config, dataset, held), _dense_problems(config, dataset)):
         raise InvalidOption(problem)
-    if dataset.is_dense:  # other images' masks cannot be mixed in
+    if dataset.pixel_bytes:  # those of other images cannot be mixed in
         config = replace(config, mixup=0.0, cutmix=0.0)
     return config, dataset.take(config.share, config.seed), held
 
@@ -66,7 +66,8 @@ def open_data(config: Config) -> tuple[Config, Dataset, Dataset | None]:
 def _problems(config: Config, dataset: Dataset, held: Dataset | None) -> Iterator[str]:
     """Yield contradictions between options and the shape and dtype of the data."""
     own = dataset.tensor_spec
-    data = f"the data is {_describe(own)}"
+    noun = f"{dataset.noun} as " if dataset.modality not in ("image", "array") else ""
+    data = f"the data is {noun}{_describe(own)}"
     if held is not None and _kind(held.tensor_spec) != _kind(own):
         expected = "expected the same shape and dtype"
         yield f"validation: it is {_describe(held.tensor_spec)}, and the training data is {_describe(own)}; {expected}"
@@ -94,34 +95,40 @@ def _problems(config: Config, dataset: Dataset, held: Dataset | None) -> Iterato
 
 
 def _dense_problems(config: Config, dataset: Dataset) -> Iterator[str]:
-    """Yield what masks as a target do not support."""
-    if not dataset.is_dense:
+    """Yield what masks and depth maps as a target do not support."""
+    if not dataset.pixel_bytes:
         return
     if dataset.modality != "image" or dataset.tensor_spec is not None:
-        yield f"masks are for images, and the data is {dataset.modality}"
+        yield f"masks and depth maps are for images, and the data is {dataset.modality}"
     for name in ("mixup", "cutmix"):
         if getattr(config, name):
-            yield f"{name}={getattr(config, name)} mixes images, which masks do not support; leave it out"
+            yield f"{name}={getattr(config, name)} mixes images, and masks and depth maps cannot be mixed; leave it out"
     if not config.own and split_name(config.model)[0] is not None and not named(config.model).is_dir():
         yield (
-            f"model={config.model!r}: masks need a Vitrail model, by name or a run directory. ViTs of timm can be "
-            "converted: vitrail.models.from_timm, then save_pretrained"
+            f"model={config.model!r}: masks and depth maps need a Vitrail model, by name or a run directory. "
+            "ViTs of timm can be converted: vitrail.models.from_timm, then save_pretrained"
         )
 
 
-def split_masks(images: Tensor, labels: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
-    """Split the masks off prepared images (B, 4, H, W), and append them to the table of labels (B, W), flattened."""
-    if not dense:
+def split_pixels(images: Tensor, labels: Tensor, pixel_bytes: int) -> tuple[Tensor, Tensor]:
+    """Split what is true of pixels off prepared images (B, 3 + bytes, H, W).
+
+    It is appended, flattened, to the table of labels (B, W): classes, or depths in float32.
+    """
+    if not pixel_bytes:
         return images, labels
-    masks = images[:, 3].flatten(1)
-    return images[:, :3], torch.cat([labels.to(masks), masks], 1)
+    pixels = images[:, COLORS:]
+    if pixel_bytes > 1:
+        pixels = pixels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().view(torch.float32)
+    pixels = pixels.flatten(1)
+    return images[:, :COLORS], torch.cat([labels.to(pixels), pixels], 1)
 
 
 def expected_of(dataset: Dataset, expects: InputSpec | None, what: str) -> InputSpec:
     """Return the preprocessing of a dataset for a model; raise if they do not fit."""
     own = dataset.tensor_spec
     if own is None:
-        if dataset.modality in DEFAULTS:
+        if MODALITIES[dataset.modality].sampling:
             raise InvalidOption(f"{what} takes no {dataset.modality}; give a model that was trained on such data")
         if expects is not None and not expects.is_array:
             return expects

@@ -24,7 +24,7 @@ from vitrail.models.saving import CONFIG
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config, fixed_options
 from vitrail.training.config.syntax import read_interval
-from vitrail.training.data import prepares, split_masks
+from vitrail.training.data import prepares, split_pixels
 from vitrail.training.distributed import explain_failures, wrap
 from vitrail.training.evaluation.evaluator import evaluate_model
 from vitrail.training.evaluation.result import Evaluation
@@ -68,7 +68,7 @@ class Loop:
         self.loader = self._open_loader(dataset, f"training {dataset.noun}", **schedule)
         self.held_out = None if held is None else self._open_loader(held, f"held-out {dataset.noun}")
         self.classes = dict(self.loader.classes)
-        self.dense = dataset.is_dense
+        self.pixel_bytes = dataset.pixel_bytes
         self.fingerprint = dataset.fingerprint()
         self.preprocessing = dataset.statistics() or models.preprocessing
         compiled = config.compile != "off"
@@ -159,7 +159,7 @@ class Loop:
         augment = self.plain_augment if plain else self.augment
         with torch.no_grad():
             images = augment(batch.images, generator(device, config.seed, AUGMENT, step), rows, total)
-            images, labels = split_masks(images, batch.labels, dense=self.dense)
+            images, labels = split_pixels(images, batch.labels, self.pixel_bytes)
             draw = generator(device, config.seed, MIX, step)
             mixed = self.mixing.idle(images) if plain else self.mixing(images, draw, rows, total)
         return mixed.images, labels, None if mixed.partner is None else (mixed.partner, mixed.share)

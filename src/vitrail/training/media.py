@@ -11,7 +11,8 @@ from vitrail.adapters import load_model
 from vitrail.adapters.registry import declared_spec, split_name
 from vitrail.adapters.saved import is_saved, load_saved, model_folder, named, read_labels
 from vitrail.data.dataset import Dataset
-from vitrail.data.media.sampling import DEFAULTS, Spectrogram
+from vitrail.data.media.modality import MODALITIES
+from vitrail.data.media.sampling import Spectrogram
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ImageError, InvalidOption
 from vitrail.training.config import Config
@@ -32,7 +33,8 @@ def decoding_of(config: Config, dataset: Dataset) -> tuple[Config, InputSpec | N
     modality = dataset.modality
     if config.modality not in (None, modality):
         raise InvalidOption(f"modality={config.modality!r}: the data is {modality}; leave modality out")
-    if modality not in DEFAULTS or dataset.tensor_spec is not None:
+    kind = MODALITIES[modality].sampling
+    if kind is None or dataset.tensor_spec is not None:
         if config.sampling:
             raise InvalidOption(f"sampling={config.sampling}: it is for video and audio, and the data is {modality}")
         return config, None, False
@@ -41,12 +43,12 @@ def decoding_of(config: Config, dataset: Dataset) -> tuple[Config, InputSpec | N
         if known.modality != modality:
             raise InvalidOption(f"model={config.model!r} takes {known.modality}, and the data is {modality}")
         size = known.size if config.image_size is None else _media_size(modality, config.image_size)
-        sampling = known.sampling if not config.sampling else DEFAULTS[modality](**config.sampling)
+        sampling = known.sampling if not config.sampling else kind(**config.sampling)
         return replace(config, image_size=size), replace(known, size=size, sampling=sampling), False
     try:
-        sampling = DEFAULTS[modality](**config.sampling)
+        sampling = kind(**config.sampling)
     except TypeError as error:
-        names = ", ".join(field.name for field in fields(DEFAULTS[modality]))
+        names = ", ".join(field.name for field in fields(kind))
         raise InvalidOption(f"sampling={config.sampling}: expected {names}") from error
     preset = PRESETS[config.known_preset]
     patch = config.patch_size or preset["patch_size"] or 16

@@ -17,7 +17,7 @@ from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels, read_targets
 from vitrail.adapters.vitrail import with_kinds
 from vitrail.data.dataset import Dataset
-from vitrail.data.labels.targets import Targets
+from vitrail.data.labels.targets import PIXEL_BYTES, Targets
 from vitrail.data.loading.order import mix
 from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import Arrays
@@ -318,8 +318,8 @@ def own_config(config: Config, classes: Classes, targets: Targets | None = None)
     """Return the configuration of one of our models: the requested tokens, and heads for the classes."""
     base = MODELS[config.model]
     kinds = {name: target.kind for name, target in (targets or {}).items()}
-    dense = sum(len(names) for name, names in classes.items() if kinds.get(name) == "dense")
-    counts = {name: len(names) for name, names in classes.items() if kinds.get(name) != "dense"}
+    dense = sum(len(names) for name, names in classes.items() if kinds.get(name) in PIXEL_BYTES)
+    counts = {name: len(names) for name, names in classes.items() if kinds.get(name) not in PIXEL_BYTES}
     tasks = {name: counts[name] for name in config.tasks if name in counts}
     if config.tokens is not None:
         tokens = read_tokens(config.tokens, tasks)

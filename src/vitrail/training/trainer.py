@@ -25,6 +25,9 @@ from vitrail.training.loop import Loop
 from vitrail.training.model import Models, make_models
 from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, recover, write_text
 
+VALUES = {"regression": "values", "depth": "depth maps"}
+"""What is said of labels that are no classes."""
+
 SUFFIXES = {"multilabel": ", several at once", "dense": " of pixels"}
 """What is said of classes that are not one for each image."""
 
@@ -151,9 +154,7 @@ def _introduce(loop: Loop, start: int) -> None:
         model=config.model,
     )  # fmt: skip
     described = {
-        name: "values"
-        if kinds.get(name) == "regression"
-        else f"{number} classes{SUFFIXES.get(kinds.get(name, ''), '')}"
+        name: VALUES.get(kinds.get(name, "")) or f"{number} classes{SUFFIXES.get(kinds.get(name, ''), '')}"
         for name, number in counts.items()
     }
     classes = ", ".join(f"{name}: {text}" for name, text in described.items()) or "no labels"

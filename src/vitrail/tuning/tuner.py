@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._arguments import checked
+from vitrail._wording import counted
 from vitrail.adapters import Found, find
 from vitrail.analysis.statistics import Interval, bootstrap, ratio_of_medians, split_images, wilson
 from vitrail.data.batches import open_batches
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.merging import Method, as_method
 from vitrail.merging.methods.dynamic import Calibrated
 from vitrail.runtime.checks import refuse_merged
@@ -602,6 +604,9 @@ def _load(
     batches = list(opened.batches(found.adapter.input_spec(found.trunk), batch_size))
     if not batches:
         raise UnsupportedInput("tune needs images; none of these could be read")
+    if opened.skipped:
+        reasons = "; ".join(reason for _, reason in opened.skipped[:3])
+        warnings.warn(f"left out {counted(len(opened.skipped), 'sample')}: {reasons}", VitrailWarning, stacklevel=4)
     known = [batch.labels for batch in batches if batch.labels is not None]
     if labeled and len(known) < len(batches):
         raise UnsupportedInput("this quality needs labels, and these images have none; pass labels=")

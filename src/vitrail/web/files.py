@@ -1,12 +1,13 @@
-"""The files of the page, and its sample images."""
+"""The files of the page, and its samples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vitrail.data import samples
-from vitrail.data.sample_images import drawings
+from vitrail.drawing import theme
+from vitrail.web.samples import samples_of
 
 FOLDER = Path(__file__).parent / "page"
 """HTML, CSS and JavaScript, written by hand; ``vendor`` has ONNX Runtime Web for static pages."""
@@ -19,26 +20,35 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
     ".jpg": "image/jpeg",
+    ".mp4": "video/mp4",
+    ".wav": "audio/wav",
 }
 """Content types by ending."""
 
 
-def page_files() -> dict[str, bytes]:
-    """Return the files that the server serves, by name."""
-    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+def page_files(modalities: Iterable[str]) -> dict[str, bytes]:
+    """Return the files that the server serves, by name, with samples of some modalities."""
+    files = own_files()
     files["backend.json"] = b'{"backend": "server"}'
-    return files | sample_files()
+    return files | sample_files(modalities)
 
 
-def sample_files() -> dict[str, bytes]:
-    """Return the sample images by name."""
-    return {f"samples/{path.name}": path.read_bytes() for path in _samples().values()}
+def own_files() -> dict[str, bytes]:
+    """Return the files of the page itself, by name; its style sheet starts with the palette."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    return files | {"style.css": theme.css().encode() + files["style.css"]}
 
 
-def sample_list() -> list[dict[str, Any]]:
-    """Return the names of the sample images, and their files."""
-    return [{"name": name, "file": f"samples/{path.name}"} for name, path in _samples().items()]
+def sample_files(modalities: Iterable[str]) -> dict[str, bytes]:
+    """Return the samples of some modalities, and their thumbnails, by name."""
+    samples = [one for modality in modalities for one in samples_of(modality)]
+    return {name: data for one in samples for name, data in ((one.file, one.data), (one.thumbnail, one.small))}
 
 
-def _samples() -> dict[str, Path]:
-    return {**drawings(), **samples()}
+def sample_list(modalities: Iterable[str]) -> list[dict[str, Any]]:
+    """Return name, modality, file and thumbnail of the samples of some modalities."""
+    return [
+        {"name": one.name, "modality": modality, "file": one.file, "thumbnail": one.thumbnail}
+        for modality in modalities
+        for one in samples_of(modality)
+    ]

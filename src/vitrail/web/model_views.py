@@ -1,6 +1,6 @@
-"""What the page shows of one model on one image, as plain data. `docs/web.md` describes every field.
+"""What the page shows of one model on one image, clip or sound, as plain data. `docs/web.md` describes every field.
 
-`page/browser.js` computes the same from the graph of a static page.
+`page/browser-views.js` computes the same from the graph of a static page.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from vitrail.adapters import Found, find
 from vitrail.adapters.outputs import output_tensor
 from vitrail.analysis.features import pca_maps
 from vitrail.analysis.norms import find_threshold
-from vitrail.data import InputSpec, read_image, samples, to_tensor
-from vitrail.data.sample_images import drawings
+from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
 from vitrail.heads import Output
 from vitrail.merging import Context, MergeState, Reduction, ToMe
@@ -38,8 +37,10 @@ from vitrail.tokens import Role, token_names
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.objective.targets import Target
 from vitrail.web.cache import Cache
+from vitrail.web.media import MEDIA, Medium
+from vitrail.web.samples import samples_of
 
-VERSION = 1
+VERSION = 2
 """Version of the data; a page refuses another one."""
 
 SCHEDULES = ("constant", "decreasing", "increasing")
@@ -131,9 +132,14 @@ class ModelViews:
         """The model's trunk and blocks."""
         return find(self.model)
 
-    def batch(self, image: Any) -> Tensor:
-        """Return an RGB image as a batch of one for this model."""
-        return to_tensor([image], self.spec).to(self.device)
+    @property
+    def medium(self) -> Medium:
+        """How its samples are read and drawn."""
+        return MEDIA[self.spec.modality]
+
+    def batch(self, sample: Any) -> Tensor:
+        """Return an image, a clip or a sound as a batch of one for this model."""
+        return self.medium.batch(sample, self.spec).to(self.device)
 
     # --- what does not depend on an image
 
@@ -145,7 +151,8 @@ class ModelViews:
         return {
             "version": VERSION,
             "name": self.name,
-            "grid": list(self.layout.grid[1:]),
+            "modality": self.spec.modality,
+            "grid": list(self.layout.grid),
             "special": [
                 {"name": name, "role": self.layout.role_of(index).value}
                 for index, name in enumerate(token_names(self.layout.special))
@@ -200,8 +207,8 @@ class ModelViews:
 
     @cached_property
     def thresholds(self) -> list[dict[str, Any]]:
-        """The artifact detector's answer for each layer, on the sample images."""
-        images = torch.cat([self.batch(read_image(path)) for path in (*drawings().values(), *samples().values())])
+        """The artifact detector's answer for each layer, on the samples."""
+        images = torch.cat([self.batch(self.medium.read(one.data)) for one in samples_of(self.spec.modality)])
         recorded = vitrail.record(self.model, images, "norms", batch_size=1, device="cpu")
         found = (find_threshold(recorded.norms[layer][:, self.layout.patches]) for layer in recorded.layers)
         return [

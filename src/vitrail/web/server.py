@@ -1,30 +1,29 @@
-"""The page of `vitrail web` as a FastAPI application: it serves its own files, and what views show of uploaded images.
+"""The page of `vitrail web` as a FastAPI application: it serves its own files, and what views show of uploads.
 
 Only this file imports FastAPI, which must find the types of its handlers at the top of a module.
 
-Nothing is written. An image is known by the hash of its bytes and kept only while the cache has room; the page uploads
+Nothing is written. An upload is known by the hash of its bytes and kept only while the cache has room; the page uploads
 it again when it is gone. Requests of other sites are refused: a page open in the same browser can reach localhost, too.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from PIL import Image
+from torch import Tensor
 
 from vitrail._checks import is_int
-from vitrail.data.decode import decode_image
 from vitrail.errors import ImageError, InvalidOption, VitrailError
 from vitrail.web.cache import Cache
 from vitrail.web.files import TYPES, page_files, sample_list
+from vitrail.web.media import preview
 from vitrail.web.model_views import ModelViews, Setting
 
 MAX_UPLOAD = 20 * 2**20
@@ -33,14 +32,12 @@ MAX_UPLOAD = 20 * 2**20
 MAX_REQUEST = 10_000
 """Bytes of any other request."""
 
-PREVIEW = 1024
-"""Longest side of the image that the page draws, in pixels."""
-
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "media-src 'self' blob:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -55,13 +52,15 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
 
     Args:
         models: the models; all keep their tensors in ``cache``.
-        cache: holds decoded images as well.
+        cache: holds what is kept of uploads as well.
         hosts: names by which this server may be called; requests to others are refused, since a foreign name that
             resolves to this machine would pass for the same site.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    by_name, files = {one.name: one for one in models}, page_files()
-    decoding = threading.Lock()  # one image at a time: a large one takes hundreds of megabytes while it is decoded
+    by_name = {one.name: one for one in models}
+    modalities = list(dict.fromkeys(one.spec.modality for one in models))
+    files = page_files(modalities)
+    decoding = threading.Lock()  # one upload at a time: a large image takes hundreds of megabytes while it is decoded
     about: dict[str, Any] = {}
 
     @app.middleware("http")
@@ -86,7 +85,7 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
         async for part in request.stream():
             read += part
             if len(read) > limit:
-                raise ImageError(f"the upload has more than {limit // 2**20} MiB; scale the image down")
+                raise ImageError(f"the upload has more than {limit // 2**20} MiB; scale it down")
         return bytes(read)
 
     def model_of(name: Any) -> ModelViews:
@@ -96,7 +95,8 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
 
     @app.get("/api/models", response_model=None)
     def list_models() -> dict[str, Any]:
-        return {"models": list(by_name), "samples": sample_list(), "upload_bytes": MAX_UPLOAD}
+        named = [{"name": one.name, "modality": one.spec.modality} for one in models]
+        return {"models": named, "samples": sample_list(modalities), "upload_bytes": MAX_UPLOAD}
 
     @app.post("/api/model")
     async def describe(request: Request) -> dict[str, Any]:
@@ -111,30 +111,31 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
         return found
 
     @app.post("/api/image")
-    async def upload(request: Request) -> dict[str, Any]:
+    async def upload(request: Request, model: str = "") -> dict[str, Any]:
+        modality = model_of(model).spec.modality
         data = await body(request, MAX_UPLOAD)
 
         def decode() -> dict[str, Any]:
-            key = hashlib.sha256(data).hexdigest()
-            kept = cache.find(("image", key))
-            if kept is None:
+            digest = hashlib.sha256(data).hexdigest()
+            if cache.find(("image", modality, digest)) is None:
                 with decoding:
-                    image = decode_image(data, "the upload")
-                    kept = _keep(image, models)
-                cache.put(("image", key), kept)
-            return {"image": key, "width": kept["width"], "height": kept["height"]}
+                    kept = _keep(data, [one for one in models if one.spec.modality == modality])
+                cache.put(("image", modality, digest), kept)
+            return {"image": digest}
 
         return await run_in_threadpool(decode)
 
-    @app.get("/api/preview/{key}")
-    def preview(key: str) -> Response:
-        return Response(_find(cache, key)["preview"], media_type="image/jpeg")
+    @app.post("/api/preview")
+    async def show_preview(request: Request) -> dict[str, Any]:
+        given = await _json(request)
+        found: dict[str, Any] = _find(cache, given, model_of(given["model"])).preview
+        return found
 
     @app.post("/api/view/{view}")
     async def show(view: str, request: Request) -> Response:
         given = await _json(request)
-        views = model_of(given.get("model"))
-        batch = _find(cache, given.get("image"))["batches"][views.name]
+        views = model_of(given["model"])
+        batch = _find(cache, given, views).batch
         arguments = _arguments(view, given, views)
         compute = getattr(views, view)
         return JSONResponse(await run_in_threadpool(lambda: compute(str(given["image"]), batch, **arguments)))
@@ -161,20 +162,25 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
     return app
 
 
-def _keep(image: Image.Image, models: Sequence[ModelViews]) -> dict[str, Any]:
-    """Return what is kept of an image: a small JPEG to draw, and an input for each model."""
-    small, data = image.copy(), io.BytesIO()
-    small.thumbnail((PREVIEW, PREVIEW), Image.Resampling.LANCZOS)
-    small.save(data, "JPEG", quality=92)
-    batches = {one.name: one.batch(image) for one in models}
-    return {"width": image.width, "height": image.height, "preview": data.getvalue(), "batches": batches}
+class _Kept(NamedTuple):
+    """What is kept of an upload for one model: its input, and what the page paints on."""
+
+    batch: Tensor
+    preview: dict[str, Any]
 
 
-def _find(cache: Cache, key: Any) -> Mapping[str, Any]:
-    kept = cache.find(("image", key)) if isinstance(key, str) else None
+def _keep(data: bytes, models: Sequence[ModelViews]) -> dict[str, _Kept]:
+    """Return what is kept of an upload for each model of its modality."""
+    sample = models[0].medium.read(data)
+    return {one.name: _Kept(one.batch(sample), preview(sample, one.spec, one.layout)) for one in models}
+
+
+def _find(cache: Cache, given: Mapping[str, Any], views: ModelViews) -> _Kept:
+    image = given.get("image")
+    kept = cache.find(("image", views.spec.modality, image)) if isinstance(image, str) else None
     if kept is None:
         raise ImageError("gone: this image is no longer kept; upload it again")
-    found: Mapping[str, Any] = kept
+    found: _Kept = kept[views.name]
     return found
 
 

@@ -14,7 +14,7 @@ import vitrail
 from vitrail.errors import ExportError
 from vitrail.runtime.cost import CostModel
 from vitrail.training.evaluation.outputs import forward_output
-from vitrail.web.files import FOLDER, TYPES, sample_files, sample_list
+from vitrail.web.files import FOLDER, own_files, sample_files, sample_list
 from vitrail.web.graph import IMAGE, MERGES, build_graph, check_model
 from vitrail.web.model_views import ModelViews, without_warnings
 
@@ -46,11 +46,11 @@ def write_static(views: ModelViews, folder: Path) -> list[Path]:
     info["methods"] = info["methods"][:1]
     info["views"] = ["attention", "tokens", "similar", "step"]
     files = {
-        **{path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES},
+        **own_files(),
         **{f"vendor/{name}": (FOLDER / "vendor" / name).read_bytes() for name in VENDOR},
-        **sample_files(),
+        **sample_files([views.spec.modality]),
         "backend.json": json.dumps({"backend": "browser"}).encode(),
-        "model.json": json.dumps({"info": info, "samples": sample_list()}).encode(),
+        "model.json": json.dumps({"info": info, "samples": sample_list([views.spec.modality])}).encode(),
         "model.onnx": graph,
     }
     for name, data in files.items():

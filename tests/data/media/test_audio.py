@@ -91,9 +91,33 @@ def test_broken_sounds_have_one_clear_error(tmp_path: Path) -> None:
         Sound(tmp_path / "nan.wav").samples()
 
 
+def test_wav_that_ends_early_is_cut_off_unless_written_as_a_stream(tmp_path: Path) -> None:
+    whole = write_sound(tmp_path / "whole.wav", tone(440, seconds=1))
+    data = bytearray(whole.read_bytes())
+    (tmp_path / "cut.wav").write_bytes(data[: len(data) // 2])
+    for read in (Sound(tmp_path / "cut.wav").check, lambda: Sound(tmp_path / "cut.wav").samples(8000)):
+        with pytest.raises(MediaError, match="cut off"):
+            read()
+    place = data.index(b"data") + 4
+    for length in (b"\xff\xff\xff\xff", b"\x00\xf0\xff\x7f"):  # FFmpeg's and SoX's, into a pipe
+        data[place : place + 4] = length
+        (tmp_path / "streamed.wav").write_bytes(data)
+        assert torch.equal(Sound(tmp_path / "streamed.wav").samples(), Sound(whole).samples())
+
+
 def test_clip_is_no_sound(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="not a sound"):
         Sound(write_clip(tmp_path / "clip.mp4")).check()
+
+
+def test_a_rate_that_no_filter_can_hold_is_refused(tmp_path: Path) -> None:
+    """Resampling from a prime rate needs a filter of some ten times as many values."""
+    path = write_sound(tmp_path / "tone.wav", tone(1000, 0.5))
+    data = bytearray(path.read_bytes())
+    data[24:28] = (50_000_017).to_bytes(4, "little")
+    for read in (Sound(bytes(data)).check, lambda: Sound(bytes(data)).samples(16000)):
+        with pytest.raises(MediaError, match="50000017 samples per second"):
+            read()
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

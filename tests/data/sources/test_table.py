@@ -89,6 +89,47 @@ def test_sounds_by_a_label_file(tmp_path: Path) -> None:
     assert dataset.labels.flatten().tolist() == [300.5, 600.0]
 
 
+def test_depth_maps(folder: Path) -> None:
+    depths = np.linspace(0.5, 9, 96, dtype=np.float32).reshape(8, 12)
+    depths[2, 3], depths[0, 2], depths[7, 9] = -1, np.inf, np.nan
+    np.save(folder / "depths.npy", depths)
+    Image.fromarray(np.full((8, 12), 700, dtype=np.uint16)).save(folder / "depths.png")
+    Image.fromarray(depths).save(folder / "depths.tiff")
+    files = ("depths.npy", "depths.png", "depths.tiff")
+    lines = [f"images/{number}.png,cat,{name}" for number, name in enumerate(files)]
+    path = write(folder, "path,label,depth", *lines)
+    dataset = open_dataset(path, labels=("label", "depth"), kind={"depth": "depth"}, labeled=True)
+    assert dataset.classes == {"label": ("cat",), "depth": ("depth",)}
+    known = (depths > 0) & np.isfinite(depths)
+    for number, wanted in ((0, depths), (2, depths), (1, np.full((8, 12), 700.0))):
+        mask = dataset.read(number).mask
+        assert mask.dtype == np.float32
+        assert np.array_equal(np.isnan(mask), ~known if number != 1 else np.zeros_like(known))
+        assert np.array_equal(mask[known], wanted[known])
+    both = dataset.tensor(0, 8)  # the centered square, and the bytes of its depths
+    assert both.shape == dataset.spec_at(8).shape == (7, 8, 8)
+    square = both[3:].permute(1, 2, 0).contiguous().view(torch.float32)[..., 0]
+    assert torch.equal(square.nan_to_num(-1), torch.from_numpy(np.where(known, depths, -1)[:, 2:10]))
+    scaled = dataset.scaled_targets["depth"]
+    every = np.concatenate([depths[known], depths[known], np.full(96, 700.0)])
+    assert (scaled.mean, scaled.std) == (pytest.approx(every.mean(), rel=1e-5), pytest.approx(every.std(), rel=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("array", "error"),
+    [
+        (np.zeros((8, 12), dtype=object), "not an array"),
+        (np.zeros((8, 12, 3)), r"shape \(H, W\)"),
+        (np.zeros((4, 4)), "depth has 4 × 4 pixels"),
+    ],
+)
+def test_damaged_depth_maps(folder: Path, array: np.ndarray, error: str) -> None:
+    np.save(folder / "depths.npy", array, allow_pickle=True)
+    dataset = open_dataset(write(folder, "path,depth", "images/0.png,depths.npy"), kind="depth")
+    with pytest.raises(ImageError, match=error):
+        dataset.read(0)
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 def test_masks(folder: Path, parallel: bool) -> None:
     lines = [f"images/{number}.png,masks/{number}.png" for number in range(4)]
@@ -96,7 +137,7 @@ def test_masks(folder: Path, parallel: bool) -> None:
     given: dict[str, Any] = {"masks": folder / "masks"} if parallel else {}
     dataset = open_dataset(data, kind="dense", mask_classes=["ground", "wall", "sky"], labeled=True, **given)
     assert dataset.classes == {"mask": ("ground", "wall", "sky")}
-    assert dataset.is_dense
+    assert dataset.pixel_bytes == 1
     both = dataset.tensor(3, 8)  # the centered square
     assert both.shape == (4, 8, 8)
     assert (both[:3] == 120).all()

@@ -1,17 +1,19 @@
-"""Takes Swin, SAM's image encoder, Hiera and SAM 2's image encoder apart for the oracle of merging in windows."""
+"""Takes Swin, Hiera, MViT, ViTDet and SAM's image encoders apart for the oracle of merging in windows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import timm.models.swin_transformer as timm_swin
+import timm.models.vision_transformer_sam as timm_sam
 import torch
 import torch.nn.functional as F
 import transformers.models.sam2.modeling_sam2 as sam2
 import transformers.models.swin.modeling_swin as hf_swin
+import transformers.models.vitdet.modeling_vitdet as vitdet
 from torch import Tensor
 
 from tests.oracle.core import Parts, identity
@@ -32,15 +34,16 @@ def split(linear: Callable[[Tensor], Tensor], heads: int, part: int) -> Callable
     return lambda y: linear(y).chunk(3, -1)[part].unflatten(-1, (heads, -1))
 
 
-def plain(block: Any, heads: int, norms: tuple[Any, Any], mlp: Any, scale: float, qkv: Any = None) -> Parts:
+def plain(block: Any, heads: int, norms: tuple[Any, Any], mlp: Any, scale: float, attention: Any = None) -> Parts:
     """A block whose norms come first, with one packed projection."""
-    qkv = block.attn.qkv if qkv is None else qkv
+    attention = block.attn if attention is None else attention
+    qkv = attention.qkv
     return Parts(
         scale=scale,
         q=split(qkv, heads, 0),
         k=split(qkv, heads, 1),
         v=split(qkv, heads, 2),
-        project=block.attn.proj,
+        project=attention.proj,
         feed=mlp,
         before_attend=norms[0],
         before_feed=norms[1],
@@ -206,30 +209,95 @@ def describe_sam(model: Any, image: Tensor) -> Windowed:
     x = x if trunk.pos_embed is None else x + trunk.pos_embed
     grid, steps = (x.shape[1], x.shape[2]), list[Step]()
     for layer in trunk.layers:
-        places = numbered(*grid)
-        size = grid
-        if layer.window_size:
-            places, _ = layer.window_partition(places, layer.window_size)
-            size = (layer.window_size, layer.window_size)
         attention = layer.attn
-        cells = [(i, j) for i in range(size[0]) for j in range(size[1])]
-        vectors = None
-        if attention.use_rel_pos:
-            down, right = attention.rel_pos_h, attention.rel_pos_w  # one row for each offset
-            vectors = torch.stack(
-                [
-                    torch.stack([down[i - k + size[0] - 1] + right[j - m + size[1] - 1] for k, m in cells])
-                    for i, j in cells
-                ]
-            )
         norms = layer.layer_norm1, layer.layer_norm2
         parts = plain(layer, attention.num_attention_heads, norms, layer.mlp, attention.scale)
-        steps.append(Block(parts, windows_of(places.flatten(1), None), None, vectors))
+        steps.append(in_windows(parts, grid, layer.window_size, layer.window_partition, attention))
 
     def finish(tokens: Tensor) -> Tensor:
         return trunk.neck(tokens.view(1, *grid, -1))
 
     return Windowed(x[0].flatten(0, 1), steps, finish)
+
+
+def in_windows(parts: Parts, grid: tuple[int, int], side: int, partition: Any, attention: Any) -> Block:
+    """A block as in ViTDet: square windows, all tokens where the side is 0, and vectors for distances of cells."""
+    places, size = numbered(*grid), grid
+    if side:
+        places, size = partition(places, side)[0], (side, side)
+    down, right = getattr(attention, "rel_pos_h", None), getattr(attention, "rel_pos_w", None)
+    if down is None or right is None:
+        return Block(parts, windows_of(places.flatten(1), None))
+    cells = [(i, j) for i in range(size[0]) for j in range(size[1])]
+    rows = [
+        torch.stack([down[i - k + size[0] - 1] + right[j - m + size[1] - 1] for k, m in cells]) for i, j in cells
+    ]  # one vector for each offset
+    return Block(parts, windows_of(places.flatten(1), None), None, torch.stack(rows))
+
+
+def describe_timm_sam(model: Any, image: Tensor) -> Windowed:
+    """timm's VisionTransformerSAM."""
+    x = model.patch_embed(image)
+    x = x if model.pos_embed is None else x + model.pos_embed
+    grid, steps = (x.shape[1], x.shape[2]), list[Step]()
+    for block in model.blocks:
+        attention = block.attn
+        parts = replace(
+            plain(block, attention.num_heads, (block.norm1, block.norm2), block.mlp, attention.head_dim**-0.5),
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            gain_attend=block.ls1,
+            gain_feed=block.ls2,
+        )
+        steps.append(in_windows(parts, grid, block.window_size, timm_sam.window_partition, attention))
+
+    def finish(tokens: Tensor) -> Tensor:
+        return model.forward_head(model.neck(tokens.view(1, *grid, -1).permute(0, 3, 1, 2)))
+
+    return Windowed(x[0].flatten(0, 1), steps, finish)
+
+
+def describe_vitdet(model: Any, image: Tensor) -> Windowed:
+    """transformers' VitDetModel, whose tokens are maps (D, h, w)."""
+    x = model.embeddings(image)
+    grid, steps = (x.shape[2], x.shape[3]), list[Step]()
+
+    def as_map(tokens: Tensor) -> Tensor:
+        return tokens.T.reshape(1, -1, *grid)
+
+    for layer in model.encoder.layer:
+        if layer.use_residual_block:
+            steps.append(lambda tokens, layer=layer: layer(as_map(tokens))[0][0].flatten(1).T)
+            continue
+        attention, norms = layer.attention, (layer.norm1, layer.norm2)
+        parts = plain(layer, attention.num_heads, norms, layer.mlp, attention.scale, attention)
+        steps.append(in_windows(parts, grid, layer.window_size, vitdet.window_partition, attention))
+    return Windowed(x[0].flatten(1).T, steps, as_map)
+
+
+def describe_mvit(model: Any, image: Tensor) -> Windowed:
+    """timm's MultiScaleVit; blocks that pool queries or keys run as they are."""
+    x, grid = model.patch_embed(image)
+    x, grid, steps = x if model.pos_embed is None else x + model.pos_embed, tuple(grid), list[Step]()
+    for block in (block for stage in model.stages for block in stage.blocks):
+        attention = block.attn
+        pools = attention.pool_q, attention.pool_k
+        if any(pool is not None and max(pool.stride) > 1 for pool in pools) or block.dim != block.dim_out:
+            steps.append(lambda tokens, block=block, grid=grid: block(tokens[None], list(grid))[0][0])
+            step = 1 if attention.pool_q is None else attention.pool_q.stride[0]
+            grid = tuple(-(-side // step) for side in grid)
+            continue
+
+        def mix(cells: Tensor, name: str, attention: Any = attention, grid: Any = grid) -> Tensor:
+            pool, norm = getattr(attention, f"pool_{name}"), getattr(attention, f"norm_{name}")
+            heads = [pool(head.T.reshape(1, -1, *grid))[0].flatten(1).T for head in cells.unbind(1)]
+            return norm(torch.stack(heads, 1))
+
+        norms = block.norm1, block.norm2
+        parts = plain(block, attention.num_heads, norms, block.mlp, attention.scale)
+        own = in_windows(parts, (grid[0], grid[1]), 0, None, attention)
+        steps.append(replace(own, mix=mix, residual=attention.residual_pooling))
+    return Windowed(x[0], steps, lambda tokens: model.forward_head(model.norm(tokens[None])))
 
 
 def describe_hiera(model: Any, image: Tensor) -> Windowed:

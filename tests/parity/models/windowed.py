@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any
 
 from timm.models.hiera import Hiera
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer_v2 import SwinTransformerV2
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
 from torchvision.models import swin_transformer as torchvision_swin
 from transformers import (
@@ -18,16 +20,21 @@ from transformers import (
     SamVisionModel,
     SwinConfig,
     SwinForImageClassification,
+    VitDetConfig,
+    VitDetModel,
 )
 
 from tests.oracle.models.windowed import (
     Windowed,
     describe_hf_swin,
     describe_hiera,
+    describe_mvit,
     describe_sam,
     describe_sam2,
+    describe_timm_sam,
     describe_timm_swin,
     describe_torchvision_swin,
+    describe_vitdet,
 )
 from tests.parity.models.cases import Case, by_name
 
@@ -87,6 +94,47 @@ def sam2() -> nn.Module:
     return Sam2HieraDetModel(config)
 
 
+def timm_sam(**options: Any) -> nn.Module:
+    """Return timm's SAM encoder: one block over all tokens, then two in windows of 3 × 3 in a grid of 8 × 8.
+
+    Its positions are zeros when new.
+    """
+    sizes = {"img_size": 64, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2, "neck_chans": 8}
+    windows = {"window_size": 3, "global_attn_indexes": (0,), "use_rel_pos": True, "num_classes": 5}
+    return with_positions(VisionTransformerSAM(**{**sizes, **windows, **options}))
+
+
+def vitdet() -> nn.Module:
+    """Return ViTDet: a block over all tokens, windows of 3 × 3, a residual convolution, and again windows."""
+    config = VitDetConfig(
+        image_size=64,
+        pretrain_image_size=64,
+        patch_size=8,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        window_size=3,
+        window_block_indices=[1, 2, 3],
+        residual_block_indices=[2],
+        use_relative_position_embeddings=True,
+    )
+    return with_positions(VitDetModel(config))
+
+
+def mvit(**options: Any) -> nn.Module:
+    """Return MViT v2: keys of 4 × 4 and 2 × 2 tokens, then two stages of keys for every token."""
+    sizes = {"depths": (1, 1, 3, 2), "embed_dim": 8, "num_heads": 1}
+    return with_positions(MultiScaleVit(MultiScaleVitCfg(**{**sizes, **options}), img_size=64, num_classes=5))
+
+
+def with_positions(model: nn.Module) -> nn.Module:
+    """Return a model with relative positions other than zeros."""
+    for name, weight in model.named_parameters():
+        if "rel_pos" in name:
+            nn.init.normal_(weight)
+    return model
+
+
 SQUARE = (32, 32)
 V2 = partial(torchvision_model, torchvision_swin.SwinTransformerBlockV2, torchvision_swin.PatchMergingV2)
 
@@ -105,6 +153,11 @@ CASES = by_name(
         Case("sam", sam, (64, 64)),
         Case("sam-eager", partial(sam, attn_implementation="eager", use_abs_pos=False), (64, 64), tolerance=1e-5),
         Case("sam-plain", partial(sam, use_rel_pos=False), (64, 64)),
+        Case("samvit", timm_sam, (64, 64)),
+        Case("samvit-norms", partial(timm_sam, qk_norm=True, init_values=0.5, use_rel_pos=False), (64, 64)),
+        Case("vitdet", vitdet, (64, 64)),
+        Case("mvit", mvit, (64, 64)),
+        Case("mvit-late", partial(mvit, expand_attn=False, residual_pooling=False), (64, 64)),
         Case("hiera", hiera, (64, 64)),
         Case("sam2", sam2, (96, 96)),
     ]
@@ -115,6 +168,9 @@ DESCRIBE: dict[str, Callable[[Any, Tensor], Windowed]] = {
     "torchvision": describe_torchvision_swin,
     "hf": describe_hf_swin,
     "sam": describe_sam,
+    "samvit": describe_timm_sam,
+    "vitdet": describe_vitdet,
+    "mvit": describe_mvit,
     "hiera": describe_hiera,
     "sam2": describe_sam2,
 }

@@ -58,7 +58,7 @@ def test_a_model_of_transformers_by_name_has_its_own_classes(folder: Path) -> No
 
 def test_a_sweep_prints_the_unmerged_model_beside_the_others(folder: Path, tmp_path: Path) -> None:
     name, out = f"hf:{folder / 'model'}", tmp_path / "sweep.json"
-    options = ["--class-map", folder / "map.json", "--merge", "r=0,1,3", "--json", out, "--device", "cpu"]
+    options = ["--class-map", folder / "map.json", "--merge", "r=0,1,3", "-o", out, "--device", "cpu"]
     result = CliRunner().invoke(app, ["evaluate", name, *map(str, [folder / "val", *options])])
     assert result.exit_code == 0, result.output
     assert [word in result.stdout for word in ("unmerged", "r=1", "r=3", "r=0")] == [True, True, True, False]

@@ -17,7 +17,9 @@ from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.timm.beit import TimmBeit
 from vitrail.adapters.timm.eva import TimmEva
 from vitrail.adapters.timm.hiera import TimmHiera
+from vitrail.adapters.timm.mvit import TimmMvit
 from vitrail.adapters.timm.relpos import TimmRelPos
+from vitrail.adapters.timm.sam import TimmSam
 from vitrail.adapters.timm.swin import TimmSwin, TimmSwinV2
 from vitrail.adapters.timm.vit import TimmVisionTransformer, declared
 from vitrail.data.spec import InputSpec
@@ -49,6 +51,8 @@ class Timm(Library):
             "timm.models.swin_transformer.SwinTransformer": TimmSwin(),
             "timm.models.swin_transformer_v2.SwinTransformerV2": TimmSwinV2(),
             "timm.models.hiera.Hiera": TimmHiera(),
+            "timm.models.mvitv2.MultiScaleVit": TimmMvit(),
+            "timm.models.vision_transformer_sam.VisionTransformerSAM": TimmSam(),
         }
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:

@@ -37,6 +37,7 @@ FAMILIES = (
     "windows.sam",
     "windows.sam2",
     "windows.swin",
+    "windows.vitdet",
 )
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vitrail.errors import VitrailWarning
 
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+WIDEST = 10_000
+"""Width that no table needs."""
+
+
+KEY = 24
+"""Columns of a terminal that the first column of a table has at least, if it needs them."""
 
 
 def printable(text: str) -> str:
@@ -52,6 +65,17 @@ out = PlainConsole()
 err = PlainConsole(stderr=True)
 
 
+@dataclass
+class Output:
+    """What the present command prints: text unless ``quiet``, or its results as JSON."""
+
+    quiet: bool = False
+    json: bool = False
+
+
+output = Output()
+
+
 class Bars(Progress):
     """Progress bars on standard error that know whether they are shown."""
 
@@ -70,12 +94,53 @@ class Bars(Progress):
 
 def say(text: str, style: str = "") -> None:
     """Print lines of results; above progress bars, where both are on one terminal."""
+    if output.quiet or output.json:
+        return
     console = err if Bars.shown and out.is_terminal else out
     console.print(Text(_wrapped(printable(text), console), style=style), soft_wrap=True)
 
 
+def show(made: Table) -> None:
+    """Print a table of results.
+
+    Where it is too wide, columns that say the same in every row are said once, below it; the first column is never cut.
+    """
+    if output.quiet or output.json:
+        return
+    key = made.columns[0]
+    key.min_width = min(max((cell_len(str(cell)) for cell in (key.header, *key.cells)), default=0), KEY)
+    same: list[str] = []
+    while Measurement.get(out, out.options.update(max_width=WIDEST), made).maximum > out.width:
+        place = next((place for place in range(len(made.columns) - 1, 0, -1) if _is_constant(made.columns[place])), 0)
+        if not place:
+            break
+        column = made.columns.pop(place)
+        same.insert(0, f"{column.header} {next(iter(column.cells))}")
+    out.print(made)
+    if same:
+        say(f"In every row: {', '.join(same)}")
+
+
+def _is_constant(column: Column) -> bool:
+    cells = [str(cell) for cell in column.cells]
+    return len(cells) > 1 and len(set(cells)) == 1
+
+
+def answer(values: Any) -> None:
+    """Print the results as JSON if this is wanted."""
+    if output.json:
+        print_json(values)
+
+
+def print_json(values: Any) -> None:
+    """Print values as one line of JSON."""
+    out.print(Text(json.dumps(values, ensure_ascii=False, allow_nan=False)), soft_wrap=True)
+
+
 def note(text: str) -> None:
-    """Print a yellow note."""
+    """Print a yellow note, unless quiet."""
+    if output.quiet:
+        return
     _print_labeled("Note", text, "yellow")
 
 
@@ -160,6 +225,8 @@ def notes() -> Iterator[None]:
 def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
     """Return an empty table whose first ``left`` columns are text and the others numbers."""
     made = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in made.columns[:left]:
+        column.overflow = "fold"
     for column in made.columns[left:]:
         column.justify, column.no_wrap = "right", True
     return made
@@ -167,13 +234,14 @@ def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
 
 def status(text: str) -> Status:
     """Return a spinner with a text that may name a model or a file."""
-    return err.status(Text(printable(text)))
+    console = PlainConsole(file=io.StringIO()) if output.quiet else err
+    return console.status(Text(printable(text)))
 
 
 def progress() -> Bars:
     """Return a progress bar that disappears when done."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Bars(*columns, console=err, transient=True, disable=not err.is_terminal)
+    return Bars(*columns, console=err, transient=True, disable=output.quiet or not err.is_terminal)
 
 
 @contextmanager

@@ -15,8 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from vitrail.cli._shared import console
-from vitrail.data import Clip, Dataset, InputSpec, Sound, check_image, open_dataset, to_tensor
+from vitrail.data import Dataset, InputSpec, check_image, open_dataset, to_tensor
+from vitrail.data.media.modality import MODALITIES
+from vitrail.data.media.recording import Recording
 from vitrail.data.media.registry import MEDIA as FILES
+from vitrail.data.media.registry import recording
 from vitrail.errors import ImageError, UnsupportedInput
 
 RANDOM_INPUTS = ("bench", "export")
@@ -25,7 +28,7 @@ RANDOM_INPUTS = ("bench", "export")
 WHOLE_DATASETS = ("embed", "predict")
 """Commands that run a model on every sample of a dataset, of any medium."""
 
-READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect")
+READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect", "web")
 """Commands for every medium that has files."""
 
 
@@ -46,28 +49,28 @@ class Medium:
     batch: Callable[[Any, InputSpec], Tensor] = lambda values, spec: spec.normalize(values[None])
 
 
-def _check_recording(kind: type[Clip] | type[Sound]) -> Callable[[Path], int]:
+def _recorded(modality: str) -> Medium:
+    """Return the medium of recordings, which every command that reads files accepts."""
+
     def check(path: Path) -> int:
-        kind(path).check()
+        recording(modality, path).check()
         return 1
 
-    return check
+    def batch(sample: Recording, spec: InputSpec) -> Tensor:
+        return sample.tensor(spec)[None]
 
-
-def _batch(recording: Any, spec: InputSpec) -> Tensor:
-    batch: Tensor = recording.tensor(spec)[None]
-    return batch
+    return Medium(MODALITIES[modality].plural, READING, check, batch)
 
 
 MEDIA = {
     "image": Medium(
-        "images",
-        (*READING, "demo", "serve", "web"),
+        MODALITIES["image"].plural,
+        (*READING, "demo", "serve"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
     ),
-    "audio": Medium("sounds", READING, check=_check_recording(Sound), batch=_batch),
-    "video": Medium("video clips", READING, check=_check_recording(Clip), batch=_batch),
+    "audio": _recorded("audio"),
+    "video": _recorded("video"),
     "array": Medium("spectrograms or other arrays"),
 }
 """Media by modality, as in `InputSpec.modality`."""
@@ -106,9 +109,9 @@ def check_accepted(name: str, spec: InputSpec, command: str) -> None:
         accepted = " or ".join(one.noun for one in MEDIA.values() if command in one.commands)
         raise UnsupportedInput(
             f"{name} takes {medium.noun}, {' × '.join(map(str, spec.shape))}, and vitrail {command} is for models that "
-            f"take {accepted}. From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, and "
-            "look inside with vitrail.record; vitrail.training.load_trained returns the model, and its "
-            "labels.preprocessing normalizes arrays."
+            f"take {accepted}. It runs with {', '.join(sorted(medium.commands))}. From Python, measure it with "
+            "vitrail.training.evaluate, merged or not, and look inside with vitrail.record; "
+            "vitrail.training.load_trained returns the model, and labels.preprocessing normalizes its inputs"
         )
 
 
@@ -164,7 +167,7 @@ def find_readable(dataset: Dataset) -> Readable:
 def check_sample(dataset: Dataset, index: int) -> None:
     """Raise unless a sample can be read: images to the last pixel, clips and sounds by their header."""
     sample = dataset.read(index).image
-    if isinstance(sample, Clip | Sound):
+    if isinstance(sample, Recording):
         sample.check()
 
 

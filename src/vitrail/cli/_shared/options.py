@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from vitrail.cli._shared import console
 from vitrail.errors import VitrailError
 from vitrail.surgery.saving import Settings, read_settings
 
@@ -127,6 +128,32 @@ Limit = Annotated[
     int, typer.Option(min=0, metavar="N", help="Maximum number of images, spread over the data; 0 for all.")
 ]
 Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
+
+
+def _choose_output(context: typer.Context, parameter: typer.CallbackParam, wanted: bool) -> None:
+    """Set what this command prints, until it ends."""
+    setattr(console.output, str(parameter.name), wanted)
+    context.call_on_close(lambda: setattr(console.output, str(parameter.name), False))
+
+
+JSON = typer.Option(
+    "--json",
+    callback=_choose_output,
+    expose_value=False,
+    rich_help_panel="Output",
+    help="Print the results as JSON instead of text.",
+)
+QUIET = typer.Option(
+    "--quiet",
+    callback=_choose_output,
+    expose_value=False,
+    rich_help_panel="Output",
+    help="Print errors only, and the JSON if asked for.",
+)
+
+
+def of_all_commands(json: Annotated[bool, JSON] = False, quiet: Annotated[bool, QUIET] = False) -> None:
+    """Declare the options that every command has."""
 
 
 def merge_options(given: Mapping[str, Any]) -> Settings:

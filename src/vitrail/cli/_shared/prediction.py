@@ -19,6 +19,7 @@ from vitrail.cli._shared.model import Loaded
 from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result
 from vitrail.drawing import draw_groups
 from vitrail.drawing.film import Film
+from vitrail.drawing.groups import enlarged
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
 from vitrail.runtime.trace import Trace
@@ -111,7 +112,7 @@ def compare_merged(
         finite=finite,
     )
     cost = _traced_cost(loaded, trace, merging.flops(loaded.size, merged=False))
-    return draw_groups(sample, groups, loaded.spec), result, cost
+    return draw_groups(enlarged(sample), groups, loaded.spec), result, cost
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:

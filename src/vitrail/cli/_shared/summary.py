@@ -111,8 +111,10 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
-    """Write ``summary.json`` and ``summary.md``."""
-    content = json.dumps({"vitrail": __version__, **plain(data)}, indent=2, ensure_ascii=False, allow_nan=False)
+def write_summary(folder: Path, data: dict[str, Any], text: str) -> dict[str, Any]:
+    """Write ``summary.json`` and ``summary.md``; return the values of the first."""
+    values = {"vitrail": __version__, **plain(data)}
+    content = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(folder / "summary.json", content + "\n")
     write_text(folder / "summary.md", f"{text}\n\nWritten by Vitrail {__version__}.\n")
+    return values

@@ -106,6 +106,7 @@ def conclude(out: str, rows: int, skipped: tuple[Skipped, ...], last: Progress |
         beside = skipped_name(output.name) if output.name else "skipped.csv"
         console.error(f"{counted(len(skipped), 'sample')} could not be read; {beside} beside the result lists them.")
     console.say(f"Written: {out}, {counted(rows, 'row')}", style="bold")
+    console.answer({"out": out, "rows": rows, "skipped": [{"name": one[1], "reason": one[2]} for one in skipped]})
     if skipped:
         raise typer.Exit(1)
 

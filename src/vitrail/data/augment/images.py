@@ -23,8 +23,8 @@ from vitrail.errors import InvalidOption
 
 Strength = Literal["none", "flip", "light", "medium", "strong"]
 
-WITH_MASK = 4
-"""Channels of an image with its mask."""
+COLORS = 3
+"""Channels of an image; further ones say what is true of its pixels."""
 
 TRIES = 10
 """Boxes drawn for a crop; the first that fits into the image is taken."""
@@ -129,13 +129,13 @@ class Augment:
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
         """Augment a batch by drawn numbers (b, 60), from 0 to 1. Nothing here is random.
 
-        A fourth channel is a mask of class numbers: it is cropped, flipped and warped as the image is, without mixing
-        of values, and nothing else.
+        Channels behind the colors are a mask, or the bytes of a depth map: they are cropped, flipped and warped as the
+        image is, without mixing of values, and nothing else.
         """
         found = dict(zip(DRAWS, numbers.split([*DRAWS.values()], 1), strict=True))
-        if images.shape[1] == WITH_MASK:
-            mask = self._cropped(images[:, 3:].float(), found, nearest=True)
-            return torch.cat([self.apply(images[:, :3], numbers), mask], 1)
+        if images.shape[1] > COLORS:
+            mask = self._cropped(images[:, COLORS:].float(), found, nearest=True)
+            return torch.cat([self.apply(images[:, :COLORS], numbers), mask], 1)
         images = self._cropped(images.float() / 255, found)
         if self.strength in ("medium", "strong"):
             images = self._recolored(images.clamp(0, 1), found)
@@ -146,10 +146,12 @@ class Augment:
     def plain(self, images: Tensor) -> Tensor:
         """Prepare a batch for evaluation: resized (bicubic, antialiased) where it must be, and normalized.
 
-        A fourth channel is a mask, which is resized without mixing of values.
+        Channels behind the colors are resized without mixing of values.
         """
-        if images.shape[1] == WITH_MASK:
-            return torch.cat([self.plain(images[:, :3]), self._resized(images[:, 3:].float(), nearest=True)], 1)
+        if images.shape[1] > COLORS:
+            return torch.cat(
+                [self.plain(images[:, :COLORS]), self._resized(images[:, COLORS:].float(), nearest=True)], 1
+            )
         with full_precision(images.device):
             return normalize(self._resized(images.float() / 255).clamp(0, 1), self.mean, self.std)
 

@@ -1,8 +1,10 @@
-"""Masks: a class for each pixel of an image."""
+"""Masks and depth maps: a class, or a depth, for each pixel of an image."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,8 +16,42 @@ TRIMAP = {1: 1, 2: 0, 3: UNKNOWN}
 """Meaning of the values of a trimap."""
 
 
+class PixelReader(ABC):
+    """How files that say something of each pixel of an image are read.
+
+    Attributes:
+        noun: what such a file is called.
+        columns: names of the columns that hold them, the likeliest first.
+        arrays: whether files of NumPy arrays (``.npy``) are among them.
+    """
+
+    noun: str
+    columns: tuple[str, ...]
+    arrays = False
+
+    def of_column(self, column: str) -> PixelReader:
+        """Return the reader of a column's files."""
+        return self
+
+    def read(self, data: bytes, what: str, size: tuple[int, int], where: str) -> np.ndarray:
+        """Decode the values (H, W) for an image of a size (width, height)."""
+        found = self.decode(data, f"{where}, {what}")
+        if found.shape != (size[1], size[0]):
+            theirs, ours = " × ".join(map(str, found.shape[::-1])), " × ".join(map(str, size))
+            raise ImageError(f"{where}: its {what} has {theirs} pixels, and the image has {ours}")
+        return self.meaning(found, what, where)
+
+    def decode(self, data: bytes, name: str) -> np.ndarray:
+        """Decode the stored values (H, W) of a file in memory."""
+        return decode_values(data, name)
+
+    @abstractmethod
+    def meaning(self, found: np.ndarray, what: str, where: str) -> np.ndarray:
+        """Return what stored values (H, W) mean."""
+
+
 @dataclass(frozen=True)
-class MaskReader:
+class MaskReader(PixelReader):
     """How the values of mask images are read.
 
     Attributes:
@@ -27,12 +63,14 @@ class MaskReader:
     classes: int | None = None
     trimap: bool = False
 
-    def read(self, data: bytes, what: str, size: tuple[int, int], where: str) -> np.ndarray:
-        """Decode a mask (H, W) in uint8 for an image of a size (width, height)."""
-        found = decode_values(data, f"{where}, {what}")
-        if found.shape != (size[1], size[0]):
-            theirs, ours = " × ".join(map(str, found.shape[::-1])), " × ".join(map(str, size))
-            raise ImageError(f"{where}: its {what} has {theirs} pixels, and the image has {ours}")
+    noun = "mask"
+    columns = ("trimap", "mask", "mask_path", "segmentation_mask", "segmentation", "annotation")
+
+    def of_column(self, column: str) -> MaskReader:
+        return replace(self, trimap=column == "trimap")
+
+    def meaning(self, found: np.ndarray, what: str, where: str) -> np.ndarray:
+        """Return classes in uint8."""
         if self.trimap and self.classes is None:
             mask = np.full(found.shape, UNKNOWN, dtype=np.uint8)
             for value, meaning in TRIMAP.items():
@@ -51,3 +89,28 @@ class MaskReader:
 
 FOREGROUND = MaskReader()
 """Masks whose values above 0 are foreground."""
+
+
+class DepthReader(PixelReader):
+    """Depth maps: grayscale images of 8, 16 or 32 bits, or NumPy arrays. Depths that are not above 0 are unknown."""
+
+    noun = "depth map"
+    columns = ("depth", "depth_map", "depth_path", "mask")
+    arrays = True
+
+    def decode(self, data: bytes, name: str) -> np.ndarray:
+        if not data.startswith(np.lib.format.MAGIC_PREFIX):
+            return decode_values(data, name)
+        try:
+            found: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise ImageError(f"{name}: not an array, or it is damaged ({error})") from error
+        found = found[..., 0] if found.ndim == 3 and found.shape[-1] == 1 else found
+        if found.ndim != 2 or found.dtype.kind not in "uif":
+            raise ImageError(f"{name}: expected real numbers of shape (H, W); got {found.dtype} of shape {found.shape}")
+        return found
+
+    def meaning(self, found: np.ndarray, what: str, where: str) -> np.ndarray:
+        """Return depths in float32, NaN where unknown."""
+        depths = found.astype(np.float32)
+        return np.where(np.isfinite(depths) & (depths > 0), depths, np.float32("nan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil, gcd
@@ -19,8 +20,18 @@ from vitrail.errors import ImageError, MediaError
 EXTENSIONS = frozenset({".aif", ".aiff", ".au", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav"})
 """File name extensions of sounds."""
 
+MAX_RATE = 1_000_000
+"""Highest rate of a file; the filter that resamples grows with the rate that a header states."""
+
 _FILTER = 10
 """Half the length of SciPy's resampling filter, in samples of the lower rate."""
+
+
+_CUT = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
+"""What libsndfile says of a WAV file whose header promises another length than the file has."""
+
+_STREAMED = 2**31 - 2**16
+"""Lengths from here on stand for an unknown one, in files that were written as a stream."""
 
 
 class Sound(Recording):
@@ -37,13 +48,13 @@ class Sound(Recording):
 
     def check(self) -> None:
         with self._file() as file:
-            self._check_length(file)
+            self._check_header(file)
 
     @property
     def seconds(self) -> float:
         """Length of the sound, from its header."""
         with self._file() as file:
-            self._check_length(file)
+            self._check_header(file)
             return float(file.frames / file.samplerate)
 
     @property
@@ -59,7 +70,7 @@ class Sound(Recording):
         ``start``; it is the same as that part of the whole sound.
         """
         with self._file() as file:
-            self._check_length(file)
+            self._check_header(file)
             rate = rate or file.samplerate
             common = gcd(rate, file.samplerate)
             up, down = rate // common, file.samplerate // common
@@ -97,9 +108,20 @@ class Sound(Recording):
             raise MediaError(f"{self.name}: the {self.noun} has samples that are not finite; repair or export it again")
         return values.mean(1)
 
-    def _check_length(self, file: Any) -> None:
+    def _check_header(self, file: Any) -> None:
         if file.frames <= 0:
             raise MediaError(f"{self.name}: the {self.noun} has no samples; export it again")
+        cut = _CUT.search(file.extra_info)
+        if cut is not None and int(cut[2]) < int(cut[1]) < _STREAMED:
+            raise MediaError(
+                f"{self.name}: {cut[2]} of {cut[1]} bytes of samples are there: the {self.noun} is cut off; fetch or "
+                "export it again"
+            )
+        if file.samplerate > MAX_RATE:
+            raise MediaError(
+                f"{self.name}: {file.samplerate} samples per second; expected at most {MAX_RATE}. The header may be "
+                "damaged: export it again"
+            )
 
     @contextmanager
     def _file(self) -> Iterator[Any]:

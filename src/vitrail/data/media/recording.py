@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.spec import InputSpec
 from vitrail.errors import MediaError, UnsupportedInput
 
@@ -41,7 +42,7 @@ class Recording(ABC):
     def tensor(self, spec: InputSpec) -> Tensor:
         """Read it as one input of a model, normalized and in the order of its axes, in float32."""
         if spec.modality != self.modality:
-            takes = {"image": "images", "video": "video clips", "audio": "sounds"}.get(spec.modality, "arrays")
+            takes = MODALITIES[spec.modality].plural
             raise UnsupportedInput(
                 f"{self.name} is a {self.noun}, and the model takes {takes}; give it {takes}, or use a model for "
                 f"modality {self.modality!r}"

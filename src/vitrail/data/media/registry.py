@@ -10,6 +10,7 @@ from typing import Any
 
 from vitrail.data import decode
 from vitrail.data.media import audio, video
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.recording import Recording
 from vitrail.errors import InvalidOption
 
@@ -19,14 +20,12 @@ class Medium:
     """Files of one modality.
 
     Attributes:
-        noun: what one of them is called.
         extensions: endings of their files.
         columns: names of columns of a table that hold them.
         make: returns a recording of a file or its bytes; None for images, which are decoded at once.
         require: imports the library that decodes them, or raises.
     """
 
-    noun: str
     extensions: Collection[str]
     columns: Collection[str]
     make: Callable[..., Recording] | None = None
@@ -34,9 +33,9 @@ class Medium:
 
 
 MEDIA = {
-    "image": Medium("image", decode.EXTENSIONS, ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")),
-    "video": Medium("video clip", video.EXTENSIONS, ("video", "clip", "mp4", "avi"), video.Clip, video.require),
-    "audio": Medium("sound", audio.EXTENSIONS, ("audio", "sound", "wav", "mp3", "flac"), audio.Sound, audio.require),
+    "image": Medium(decode.EXTENSIONS, ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")),
+    "video": Medium(video.EXTENSIONS, ("video", "clip", "mp4", "avi"), video.Clip, video.require),
+    "audio": Medium(audio.EXTENSIONS, ("audio", "sound", "wav", "mp3", "flac"), audio.Sound, audio.require),
 }
 """Media by modality; a file that may be of several is of the first."""
 
@@ -51,7 +50,7 @@ def recording(modality: str, content: Path | bytes, name: str | None = None) -> 
 def read_recordings(modality: str, samples: Any) -> list[Recording]:
     """Return one clip or sound, or several, each as it is or as the path of a file."""
     several = list(samples) if isinstance(samples, list | tuple) else [samples]
-    noun, kind = MEDIA[modality].noun, MEDIA[modality].make
+    noun, kind = MODALITIES[modality].noun, MEDIA[modality].make
     wrong = [one for one in several if not isinstance(one, str | os.PathLike | Recording)]
     if wrong or not several:
         got = type(wrong[0]).__name__ if wrong else "none"

@@ -181,10 +181,6 @@ class Spectrogram:
         return torch.nn.functional.pad(sound, (before, missing - before))
 
 
-DEFAULTS: dict[str, type[FrameSampling] | type[Spectrogram]] = {"video": FrameSampling, "audio": Spectrogram}
-"""How the media of a modality are sampled."""
-
-
 @lru_cache(maxsize=16)
 def mel_filters(bands: int, fft: int, rate: int, low: float, high: float, mel: Mel = "htk") -> Tensor:
     """Return triangular filters (bands, fft // 2 + 1), evenly spaced on a mel scale."""

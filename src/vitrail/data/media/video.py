@@ -82,6 +82,11 @@ class Clip(Recording):
         with self._stream() as (container, stream):
             return self._timeline(container, stream)
 
+    def frame_size(self) -> tuple[int, int]:
+        """Return width and height of the frames in pixels, from the header."""
+        with self._stream() as (_, stream):
+            return stream.codec_context.width, stream.codec_context.height
+
     def sampled(self, number: int, sampling: FrameSampling | None = None) -> list[Image.Image]:
         """Return a number of frames as images, chosen by a sampling."""
         timeline = self.timeline()

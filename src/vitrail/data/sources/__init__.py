@@ -17,7 +17,8 @@ from torch import Tensor
 
 from vitrail._checks import as_path
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
-from vitrail.data.labels.masks import MaskReader
+from vitrail.data.labels.masks import FOREGROUND, PixelReader
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.registry import MEDIA, check_modality, endings_of, modality_of
 from vitrail.data.remote import find_remote, is_remote
 from vitrail.data.sources.arrays import Arrays
@@ -40,18 +41,17 @@ def open_source(
     columns: Sequence[str] = (),
     modality: str | None = None,
     masks: PathLike | None = None,
-    mask_classes: int | None = None,
+    reader: PixelReader = FOREGROUND,
 ) -> Source:
     """Open any source of samples.
 
     ``columns`` names the labels of a torch dataset that has several. ``modality`` says what files hold; by default what
     their endings say, and in a folder images if there are any, else clips, else sounds. ``masks`` is a folder with the
-    masks of images, ``mask_classes`` the number of their classes if their values are class numbers.
+    masks or depth maps of images, which ``reader`` reads.
     """
     check_modality(modality)
     if masks is not None:
         as_path("masks", masks)
-    reader = MaskReader(mask_classes)
     if masks is not None and not are_paths(source):
         raise InvalidOption(f"masks={os.fspath(masks)!r} is a folder of masks for a folder of images; leave it out")
     if isinstance(source, Source):
@@ -87,7 +87,7 @@ def open_source(
     return _open_files(given, modality, reader, None if masks is None else as_path("masks", masks))
 
 
-def _open_remote(given: Sequence[str], modality: str, reader: MaskReader) -> Source:
+def _open_remote(given: Sequence[str], modality: str, reader: PixelReader) -> Source:
     """Open parquet files, shards, or images of a remote store, by their endings."""
     if not all(map(is_remote, given)):
         raise InvalidOption("some paths are of this machine and others remote; open them one after the other")
@@ -113,7 +113,7 @@ def are_paths(source: Any) -> bool:
 
 
 def _open_files(
-    given: Sequence[PathLike], modality: str | None, reader: MaskReader, masks_folder: Path | None
+    given: Sequence[PathLike], modality: str | None, reader: PixelReader, masks_folder: Path | None
 ) -> Source:
     """Open label files, parquet files, shards, or files of one medium, by what the paths are."""
     if all(os.fspath(path).endswith(".tar") or any(Path(path).glob("*.tar")) for path in given):
@@ -126,7 +126,7 @@ def _open_files(
     listed = _read_labels(paths, tables)
     if masks_folder is not None and (tables or listed is not None):
         raise InvalidOption(
-            f"masks={str(masks_folder)!r}: {paths[0]} is a table; name masks in a column 'mask' instead"
+            f"masks={str(masks_folder)!r}: {paths[0]} is a table; name {reader.noun}s in a column instead"
         )
     if listed is not None:
         return TableSource(paths[0], listed, lambda files: modality or _modality(files), reader)
@@ -134,11 +134,11 @@ def _open_files(
         return ParquetSource(tables, modality, reader)
     root = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     modality = modality or _modality(paths)
-    medium = MEDIA[modality]
-    files = find_images(paths, medium.extensions, medium.noun)
+    noun, extensions = MODALITIES[modality].noun, MEDIA[modality].extensions
+    files = find_images(paths, extensions, noun)
     for path in map(Path, given):
         if len(given) > 1:
-            _check_holds_files(path, medium.extensions, medium.noun)
+            _check_holds_files(path, extensions, noun)
     return FolderSource(files, root, modality, reader, masks_folder)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.data.decode import decode_image, find_images, read_image
-from vitrail.data.labels.masks import FOREGROUND, MaskReader
+from vitrail.data.labels.masks import FOREGROUND, PixelReader
 from vitrail.data.media.registry import recording, require
 from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Sample
@@ -27,12 +27,12 @@ class FolderSource(Source):
         paths: Sequence[Path],
         root: Path | None = None,
         modality: str = "image",
-        masks: MaskReader = FOREGROUND,
+        masks: PixelReader = FOREGROUND,
         masks_folder: Path | None = None,
     ) -> None:
         self.paths: Sequence[Path] = paths
         self._reader = masks
-        self._masks = None if masks_folder is None else _find_masks(paths, root, masks_folder)
+        self._masks = None if masks_folder is None else _find_masks(paths, root, masks_folder, masks)
         self.has_masks = self._masks is not None
         self.modality = modality
         if modality != "image":
@@ -60,23 +60,27 @@ class FolderSource(Source):
             if self._masks is not None:
                 file = self._masks.get(path)
                 if file is None:
-                    raise ImageError(f"{path}: there is no mask of this name in the folder of masks")
-                mask = self._reader.read(file.read_bytes(), "mask", image.size, str(path))
+                    raise ImageError(f"{path}: there is no {self._reader.noun} of this name in the folder of masks")
+                mask = self._reader.read(file.read_bytes(), self._reader.noun, image.size, str(path))
             return Sample(image, self.names[row], None, mask)
         return Sample(recording(self.modality, path), self.names[row])
 
 
-def _find_masks(paths: Sequence[Path], root: Path | None, folder: Path) -> dict[Path, Path]:
-    """Return the mask of each image that has one."""
+def _find_masks(paths: Sequence[Path], root: Path | None, folder: Path, reader: PixelReader) -> dict[Path, Path]:
+    """Return the mask, or the depth map, of each image that has one."""
     if not folder.is_dir():
-        raise ImageError(f"masks={str(folder)!r}: there is no such folder; expected one with the masks of the images")
-    masks = {file.relative_to(folder).with_suffix("").as_posix(): file for file in find_images(folder)}
+        raise ImageError(
+            f"masks={str(folder)!r}: there is no such folder; expected one with the {reader.noun}s of the images"
+        )
+    arrays = sorted(folder.rglob("*.npy")) if reader.arrays else []
+    files = arrays or find_images(folder)
+    masks = {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
     names = {path: path.stem if root is None else path.relative_to(root).with_suffix("").as_posix() for path in paths}
     found = {path: masks[name] for path, name in names.items() if name in masks}
     if not found:
         raise ImageError(
-            f"masks={str(folder)!r}: none of the {len(paths)} images has a mask there, such as "
-            f"{next(iter(names.values()))}.png; expected files of the same names, in the same subfolders"
+            f"masks={str(folder)!r}: none of the {len(paths)} images has a {reader.noun} there, such as "
+            f"{next(iter(names.values()))}{files[0].suffix}; expected files of the same names, in the same subfolders"
         )
     return found
 

@@ -6,7 +6,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.decode import EXTENSIONS, decode_image
-from vitrail.data.labels.masks import FOREGROUND, MaskReader
+from vitrail.data.labels.masks import FOREGROUND, PixelReader
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.registry import MEDIA, recording, require
 from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Box, Sample
@@ -22,7 +23,6 @@ from vitrail.data.sources.base import LABEL, MAX_CLASSES, Labels, Source, clean,
 from vitrail.data.sources.table import names_files
 from vitrail.errors import ImageError, InvalidOption
 
-MASKS = ("trimap", "mask", "segmentation_mask", "segmentation", "annotation")
 BOXES = ("box", "boxes")
 
 PIECE_ROWS, PIECE_BYTES = 64, 64_000_000
@@ -54,14 +54,14 @@ class ParquetSource(Source):
     Paths in a file are never followed: an image's bytes are in the file, or it cannot be read.
     """
 
-    def __init__(self, paths: Sequence[Path], modality: str | None = None, masks: MaskReader = FOREGROUND) -> None:
+    def __init__(self, paths: Sequence[Path], modality: str | None = None, masks: PixelReader = FOREGROUND) -> None:
         self._paths, self._masks = paths, masks
         files = [_open(path) for path in paths]
-        self._columns = _find_columns(paths[0], files[0].schema_arrow, modality)
+        self._columns = _find_columns(paths[0], files[0].schema_arrow, modality, masks.columns)
         self.modality = self._columns.modality
         require(self.modality)
         for path, file in zip(paths, files, strict=True):
-            if _find_columns(path, file.schema_arrow, modality) != self._columns:
+            if _find_columns(path, file.schema_arrow, modality, masks.columns) != self._columns:
                 raise ImageError(f"{path}: its columns are not those of {paths[0]}; open them one after the other")
         self._ends = list(accumulate(file.metadata.num_rows for file in files))
         self.has_masks = self._columns.mask is not None
@@ -113,7 +113,7 @@ class ParquetSource(Source):
         values = self._rows.read(place, where)
         if _bytes(values[self._columns.image]) is None:
             raise ImageError(
-                f"{where}: the row has no {MEDIA[self.modality].noun}; expected its bytes in column "
+                f"{where}: the row has no {MODALITIES[self.modality].noun}; expected its bytes in column "
                 f"{self._columns.image!r} (a path alone is not followed)"
             )
         return partial(_decode, values, self._columns, self._masks, name, where, annotations)
@@ -207,7 +207,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def _decode(
-    values: dict[str, Any], columns: Columns, masks: MaskReader, name: str, where: str, annotations: bool
+    values: dict[str, Any], columns: Columns, masks: PixelReader, name: str, where: str, annotations: bool
 ) -> Sample:
     data = _bytes(values[columns.image]) or b""
     if columns.modality != "image":
@@ -217,7 +217,7 @@ def _decode(
         return Sample(image, name)
     mask = boxes = None
     if columns.mask is not None and (found := _bytes(values[columns.mask])) is not None:
-        mask = replace(masks, trimap=columns.mask == "trimap").read(found, columns.mask, image.size, where)
+        mask = masks.of_column(columns.mask).read(found, columns.mask, image.size, where)
     if columns.box is not None:
         boxes = _read_boxes(values[columns.box], image.size, where)
     return Sample(image, name, None, mask, boxes)
@@ -247,7 +247,7 @@ def _bytes(value: Any) -> bytes | None:
     return found
 
 
-def _find_columns(path: Path, schema: Any, modality: str | None) -> Columns:
+def _find_columns(path: Path, schema: Any, modality: str | None, masks: Sequence[str]) -> Columns:
     """Find the columns of images (or other media), masks and boxes by their types and names."""
     types = _arrow().types
     kinds = {field.name: field.type for field in schema}
@@ -257,18 +257,18 @@ def _find_columns(path: Path, schema: Any, modality: str | None) -> Columns:
     binary = {name for name, kind in kinds.items() if types.is_binary(kind) or types.is_large_binary(kind)}
     media = [name for name in kinds if name in structs | binary]
     known = {name: kind for kind, medium in MEDIA.items() for name in medium.columns if name in media}
-    free = [name for name in media if name not in known and name not in MASKS]
+    free = [name for name in media if name not in known and name not in masks]
     image = next((name for name, kind in known.items() if kind == (modality or kind)), None)
     if image is None and free and modality in (None, "image"):
         known, image = {free[0]: "image"}, free[0]
     if image is None:
-        noun = MEDIA[modality or "image"].noun
+        noun = MODALITIES[modality or "image"].noun
         raise ImageError(
             f"{path}: no column holds {noun}s (columns: {_listed(kinds)}); expected one like "
             f"{next(iter(MEDIA[modality or 'image'].columns))!r}, with the bytes of a file in each row, as Hugging "
             "Face datasets write it"
         )
-    mask = next((name for name in MASKS if name in media and name != image), None)
+    mask = next((name for name in masks if name in media and name != image), None)
     box = next((name for name in BOXES if name in kinds and "list" in str(kinds[name])), None)
     return Columns(known[image], image, mask, box, structs)
 

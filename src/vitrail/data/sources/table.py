@@ -9,7 +9,7 @@ from typing import Any
 
 from vitrail._wording import counted
 from vitrail.data.decode import read_image
-from vitrail.data.labels.masks import MaskReader
+from vitrail.data.labels.masks import PixelReader
 from vitrail.data.media.registry import MEDIA, recording, require
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import LABEL, Labels, Source, clean, likely_label, number_classes
@@ -19,7 +19,6 @@ TABLES = (".csv", ".tsv")
 """Endings of label files; parquet files are label files if they have paths and no bytes."""
 
 PATHS = ("path", "file", "file_name", "filename", "filepath", "file_path")
-MASKS = ("mask", "mask_path", "trimap", "segmentation", "annotation")
 NONE = ("", "nan", "na", "n/a", "null", "none")
 """Text in a column of numbers of a CSV file that is no number, in lower case."""
 
@@ -31,11 +30,11 @@ class TableSource(Source):
         path: the label file.
         columns: its values by column.
         modality: what the files hold, for a list of them.
-        masks: how mask images are read.
+        masks: how masks, or depth maps, are read.
     """
 
     def __init__(
-        self, path: Path, columns: dict[str, list[Any]], modality: Callable[[list[Path]], str], masks: MaskReader
+        self, path: Path, columns: dict[str, list[Any]], modality: Callable[[list[Path]], str], masks: PixelReader
     ) -> None:
         self._path, self._columns = path, columns
         self._files = _path_column(path, columns)
@@ -53,9 +52,9 @@ class TableSource(Source):
             )
         self.modality = modality(list(self.paths))
         require(self.modality)
-        self._mask = next((name for name in MASKS if name in columns), None)
+        self._mask = next((name for name in masks.columns if name in columns), None)
         self.has_masks = self._mask is not None
-        self._reader = MaskReader(masks.classes, trimap=self._mask == "trimap")
+        self._reader = masks.of_column(self._mask or "")
 
     def labels(self, column: str | None) -> Labels:
         """Return a column of class names or numbers; by default ``label``, or the only one."""

@@ -1,4 +1,4 @@
-"""Functions that methods share: comparable scores, and index maps from the token that leads each group.
+"""Functions that methods share: comparable scores, places on the grid, and index maps from leaders of groups.
 
 Shapes: B batch, N tokens, D features.
 """
@@ -39,6 +39,25 @@ def sizes_of(context: Context) -> Tensor:
     if context.size is None:
         return torch.ones(context.x.shape[:2], dtype=work, device=context.x.device)
     return context.size.to(work)
+
+
+PLACES = "vitrail_places"
+"""Name of the memory that holds the row and column of each token."""
+
+
+def grid_places(context: Context) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the row and column of each token (B, N, 2), and the memory that carries them to the next block.
+
+    A merged token is at the mean of its members; special tokens are at 0. Frames of a video lie on top of each other.
+    Return the second result as, or within, ``Reduction.memory``; it is empty once the pass carries it.
+    """
+    if PLACES in context.memory:
+        return context.memory[PLACES], {}
+    t, h, w = context.grid
+    batch, tokens = context.x.shape[:2]
+    grid = torch.cartesian_prod(*(torch.arange(side, device=context.x.device) for side in (h, w))).repeat(t, 1)
+    places = F.pad(grid.to(work_dtype(context.x)), (0, 0, tokens - len(grid), 0)).expand(batch, -1, -1)
+    return places, {PLACES: places}
 
 
 def positions_like(target: Tensor) -> Tensor:

@@ -25,6 +25,12 @@ class Text(Block):
     style: str = ""
 
 
+class Takeaway(Block):
+    """What a section shows, in one or two sentences, unless the text is empty."""
+
+    text: str
+
+
 class Note(Block):
     """A remark, such as why there is no number, unless there is none."""
 
@@ -73,13 +79,15 @@ class Shape(NamedTuple):
 
 
 class Svg(Block):
-    """A drawing. Styles: "chart", "panel" (an image or a map)."""
+    """A drawing. Styles: "chart", "panel" (an image or a map). ``left`` and ``top`` are where the view begins."""
 
     style: str
     width: float
     height: float
     label: str
     shapes: Sequence[Shape]
+    left: float = 0.0
+    top: float = 0.0
 
 
 class Figure(Block):
@@ -95,6 +103,13 @@ class Columns(Block):
 
     blocks: Sequence[Block]
     style: str = "pair"
+
+
+class Beside(Block):
+    """Charts or tables with their explanation beside them, or below where the page is narrow."""
+
+    charts: Sequence[Block]
+    text: Sequence[Block]
 
 
 class Strip(Block):

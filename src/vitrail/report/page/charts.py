@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vitrail.report.page.blocks import Block, Note, Shape, Svg
@@ -17,6 +17,7 @@ from vitrail.report.page.formatting import number
 WIDTH, HEIGHT = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 44
 BASE = HEIGHT - BOTTOM
+FEWEST_TICKS = 3
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,16 @@ class Scale:
             step = next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= raw * 0.999)
             first = math.ceil(self.low / step - 1e-9)
             return [step * n for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        if self.high < 3 * self.low:  # too little for round numbers of a logarithmic scale
+            return replace(self, log=False).ticks()
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        steps: Sequence[float] = (1,) if len(decades) > 5 else (1, 3) if len(decades) > 2 else (1, 2, 3, 5, 7)
-        candidates = [one * 10.0**decade for decade in decades for one in steps]
-        inside = [one for one in candidates if self.low * 0.999 <= one <= self.high * 1.001]
-        return inside[:: math.ceil(len(inside) / 8)] if inside else [self.low, self.high]
+        inside: list[float] = []
+        for steps in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7)):
+            candidates = [one * 10.0**decade for decade in decades for one in steps]
+            inside = [one for one in candidates if self.low * 0.999 <= one <= self.high * 1.001]
+            if len(inside) >= FEWEST_TICKS:
+                break
+        return inside[:: math.ceil(len(inside) / 8)]
 
 
 class Distribution(NamedTuple):
@@ -109,9 +115,9 @@ def over_layers(
     band: tuple[Sequence[float | None], Sequence[float | None]] | None = None,
     onset: int | None = None,
     log: bool = True,
-    depths: bool = False,
+    axis: str = "layer",
 ) -> Block:
-    """Draw lines over layers, a band between two lines, and a mark at ``onset``."""
+    """Draw lines over layers, or over another axis, a band between two lines, and a mark at ``onset``."""
     every = [value for values in (*(line.values for line in lines), *(band or ())) for value in values]
     numbers = [value for value in every if value is not None and math.isfinite(value) and (value > 0 or not log)]
     if not numbers:
@@ -119,8 +125,8 @@ def over_layers(
     low, high = (min(numbers) / 1.15, max(numbers) * 1.15) if log else (0.0, max(max(numbers) * 1.1, 1e-9))
     x = Scale(min(layers), max(max(layers), min(layers) + 1e-9), LEFT + 8, WIDTH - RIGHT - 8)
     y = Scale(low, high, BASE, TOP, log=log)
-    ticks = None if depths else list(layers)[:: math.ceil(len(layers) / 12)]
-    shapes = _axes(x, y, ("depth" if depths else "layer", unit), ticks)
+    ticks = list(layers)[:: math.ceil(len(layers) / 12)] if all(isinstance(layer, int) for layer in layers) else None
+    shapes = _axes(x, y, (axis, unit), ticks)
 
     def points(values: Sequence[float | None]) -> list[tuple[float, float]]:
         return [(x(layer), y(value)) for layer, value in zip(layers, values, strict=True) if value is not None]

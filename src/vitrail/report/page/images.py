@@ -6,6 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,19 @@ def photo_panel(one: ShownImage, label: str, marks: Sequence[Shape] = ()) -> Svg
     """Draw a photo with marks; a report loaded from JSON has no photos, only marks."""
     photo = [] if one.pixels is None else [Shape("use", {"href": f"#photo{one.index}"})]
     return Svg("panel", one.size[1], one.size[0], label, [*photo, *marks])
+
+
+def patch_panel(one: ShownImage, patch: int, label: str, around: int) -> Svg:
+    """Draw a patch, marked, with some patches to each side; near the border the crop moves inside."""
+    (row, column), cell = divmod(patch, one.grid[1]), (one.size[0] / one.grid[0], one.size[1] / one.grid[1])
+    sides = [min(2 * around + 1, cells) for cells in one.grid]
+    corner = [
+        min(max(place - around, 0), cells - side)
+        for place, cells, side in zip((row, column), one.grid, sides, strict=True)
+    ]
+    whole = photo_panel(one, label, outlier_marks(one, [patch]))
+    height, width = sides[0] * cell[0], sides[1] * cell[1]
+    return replace(whole, width=width, height=height, left=corner[1] * cell[1], top=corner[0] * cell[0])
 
 
 def map_panel(one: ShownImage, uri: str, label: str, marks: Sequence[Shape] = ()) -> Svg:

@@ -7,6 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from vitrail.drawing import theme
 from vitrail.errors import ReportError
 from vitrail.report.page.blocks import Block
 
@@ -53,5 +54,7 @@ def _environment() -> Environment:
         return Markup("").join(getattr(macros, type(block).__name__.lower())(block) for block in every)
 
     environment.globals["draw"] = draw
-    environment.globals["style"] = Markup(files("vitrail.report.page").joinpath("style.css").read_text("utf-8"))
+    environment.globals["style"] = Markup(
+        theme.css() + files("vitrail.report.page").joinpath("style.css").read_text("utf-8")
+    )
     return environment

@@ -7,16 +7,17 @@ of one layer and one image is in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.analysis.attention import Rollout, map_quality, overlap, role_mass, spread, token_maps
+from vitrail.analysis.attention import Rollout, alike_maps, map_quality, overlap, role_mass, spread, token_maps
 from vitrail.report.collect import run_hooked
 from vitrail.report.context import Context, spread_evenly
-from vitrail.report.page.blocks import Block, Columns, Details, Figure, Heading, Note, Strip, Svg, Table, Text
+from vitrail.report.page.blocks import Beside, Block, Columns, Details, Figure, Heading, Note, Strip, Svg, Table, Text
 from vitrail.report.page.charts import Bar, bars
 from vitrail.report.page.formatting import count, number, percent
 from vitrail.report.page.images import photo_panel, weight_panel
@@ -34,6 +35,9 @@ CLOSER_IMAGES, CLOSER_LAYERS = 3, 6
 
 ROLLOUT_BYTES = 2**31
 """Most memory that the attention of one layer may take for rollout."""
+
+MORE = 1.1
+"""Multiple of their share of the attention from which on tokens get more than that."""
 
 STRIP_IMAGES, HEAD_IMAGES = 4, 1
 """Images that are drawn token by token, and head by head: 12 heads of 5 tokens are 60 maps."""
@@ -158,6 +162,23 @@ def _closer_maps(
     )
 
 
+def conclude(report: Report) -> str:
+    """Return how much of the attention high-norm tokens get, or how widely special tokens attend."""
+    values = report.attention
+    found = values.get("on_outliers")
+    if found:
+        name, share = max(found["mass"].items(), key=lambda item: item[1])
+        much = f"up to {number(share / found['fair'])} times" if share > MORE * found["fair"] else "no more than"
+        return (
+            f"High-norm tokens get {much} their share of the attention: {percent(share)} of that of {name} tokens, "
+            f"and {percent(found['fair'])} of the tokens are such."
+        )
+    if "spread" not in values:
+        return ""
+    name, patches = values["tokens"][0], values["spread"]["effective"][0]
+    return f"The {name} token attends to about {number(patches)} of {values['spread']['patches']} patches."
+
+
 def render(report: Report) -> list[Block]:
     """Show maps, then numbers."""
     values = report.attention
@@ -172,18 +193,21 @@ def _map_blocks(images: Sequence[ShownImage]) -> list[Block]:
     """Draw a map of each special token: beside the image if there is one token, as strips if there are several."""
     if not images:
         return []
-    text = "Each map runs from zero (dark) to its own largest weight (bright); a uniform map is bright all over."
+    text = (
+        "Each map runs from zero (dark) to its own largest weight (bright); a uniform map is bright all over. Tokens "
+        "with maps alike (cosine 0.98 or more) share one."
+    )
     blocks: list[Block] = [Heading("Maps of the special tokens"), Text(text, "soft")]
     rows: list[list[tuple[Svg, str]]] = []
     for one in images:
         panels = [
-            (weight_panel(one, weights, f"Attention of {name}, {one.name}"), name)
-            for name, weights in one.maps["attention"].items()
+            (_weight_panel(one, one.maps["attention"][name], name, "last layer"), _with_alike(name, alike))
+            for name, alike in alike_maps(one.maps["attention"]).items()
         ]
         rows.append([(photo_panel(one, one.title), one.name), *panels])
     if any(len(panels) > 2 for panels in rows):
         return [*blocks, *(Strip(panels) for panels in rows[:STRIP_IMAGES])]
-    figures = [Figure([photo, drawn], f"{name}: {token} token") for (photo, name), (drawn, token) in rows]
+    figures = [Figure([photo, drawn], f"{name}: {token}") for (photo, name), (drawn, token) in rows]
     return [*blocks, Columns(figures, "images")]
 
 
@@ -201,26 +225,47 @@ def _closer_blocks(images: Sequence[ShownImage], values: Values) -> list[Block]:
             " Rollout follows attention back through all layers, each with half of its weight on the token itself: it "
             "shows which input patches a token is made of in the end."
         )
-    blocks.append(Text(text + " Artifacts appear as single bright spots that stay in place."))
+    blocks.append(Text(text + " Artifacts appear as single bright spots that stay in place.", "soft"))
     heads: list[Block] = []
     for order, one in enumerate(chosen):
         maps: CloserMaps = one.maps["closer"]
-        for place, name in enumerate(values["tokens"][:MAX_TOKENS]):
+        names = list(values["tokens"][:MAX_TOKENS])
+        every = torch.stack([weights[: len(names)] for weights in maps.layers.values()], 1)
+        for name, alike in alike_maps(dict(zip(names, every, strict=True))).items():
+            place = names.index(name)
             layers = {f"layer {layer}": weights[place] for layer, weights in maps.layers.items()}
             rollout = {} if maps.rollout is None else {"rollout": maps.rollout[place]}
-            blocks.append(_strip(one, name, layers | rollout))
+            blocks.append(_strip(one, name, layers | rollout, alike))
             if order < HEAD_IMAGES:
                 by_head = {f"head {head}": weights[place] for head, weights in enumerate(maps.heads)}
-                heads.append(_strip(one, name, by_head, photo=False))
+                heads.append(_strip(one, name, by_head, alike, photo=False))
     return [*blocks, Details("Each head of the last layer", heads)]
 
 
-def _strip(one: ShownImage, name: str, maps: Mapping[str, Any], photo: bool = True) -> Strip:
+def _with_alike(name: str, alike: Mapping[str, float]) -> str:
+    """Return the name of a token, and the tokens whose maps are alike, with the least cosine."""
+    if not alike:
+        return name
+    return f"{name} ({', '.join(alike)} alike: cosine {number(min(alike.values()))} or more)"
+
+
+def _weight_panel(one: ShownImage, weights: Any, name: str, what: str) -> Svg:
+    """Draw a map, with a label that says where its largest weight is."""
+    values = torch.as_tensor(weights).flatten()
+    row, column = divmod(int(values.argmax()), one.grid[1])
+    share = percent(float(values.max() / values.sum().clamp(min=1e-12)))
+    label = f"Attention of {name}, {what}, {one.name}: most on row {row}, column {column} ({share} of the patches')"
+    return weight_panel(one, weights, label)
+
+
+def _strip(
+    one: ShownImage, name: str, maps: Mapping[str, Any], alike: Mapping[str, float], photo: bool = True
+) -> Strip:
     """Draw maps of one token, each with what it shows, after the image."""
     panels = [(photo_panel(one, one.title), "the image")] if photo else []
     for what, weights in maps.items():
-        panels.append((weight_panel(one, weights, f"Attention of {name}, {what}, {one.name}"), what))
-    return Strip(panels, f"{name} token, {one.title}")
+        panels.append((_weight_panel(one, weights, name, what), what))
+    return Strip(panels, f"{_with_alike(f'{name} token', alike)}, {one.title}")
 
 
 def _number_blocks(values: Values) -> list[Block]:
@@ -229,9 +274,9 @@ def _number_blocks(values: Values) -> list[Block]:
     rows.append(["uniform attention", *map(percent, mass["fair"])])
     caption = f"Attention by role, {count(values['images'], 'image')} ({values['patch_rows']} patches of each image)"
     head = ["", *(f"to {name}" for name in mass["keys"])]
-    blocks: list[Block] = [Heading("Between roles"), Table(head, rows, caption)]
+    tables: list[Sequence[Block]] = [[Heading("Between roles"), Table(head, rows, caption)]]
     if values.get("on_outliers"):
-        blocks.append(_outlier_bars(values["on_outliers"]))
+        tables.append([Heading("On high-norm tokens"), _outlier_bars(values["on_outliers"])])
     if "spread" in values:
         found = values["spread"]
         rows = [
@@ -239,15 +284,15 @@ def _number_blocks(values: Values) -> list[Block]:
             for name, patches, bits in zip(values["tokens"], found["effective"], found["entropy"], strict=True)
         ]
         head = ["token", f"patches attended to (of {found['patches']})", "entropy, bits"]
-        blocks += [Heading("Spread"), Table(head, rows, "A uniform map over n patches counts as n")]
+        tables.append([Heading("Spread"), Table(head, rows, "A uniform map over n patches counts as n")])
     if "quality" in values:
-        blocks += [Heading("On the object, and on spots"), _quality_table(values)]
+        tables.append([Heading("On the object, and on spots"), _quality_table(values)])
     if "overlap" in values:
         cosines = zip(values["tokens"], values["overlap"]["cosine"], strict=True)
         rows = [[name, *map(number, row)] for name, row in cosines]
         caption = "Similarity of maps (cosine): 1 is the same, 0 is nothing in common"
-        blocks += [Heading("Overlap between tokens"), Table(["", *values["tokens"]], rows, caption)]
-    return blocks
+        tables.append([Heading("Overlap between tokens"), Table(["", *values["tokens"]], rows, caption)])
+    return [Beside(left, right) for left, right in zip_longest(tables[::2], tables[1::2], fillvalue=())]
 
 
 def _quality_table(values: Values) -> Table:
@@ -267,11 +312,11 @@ def _quality_table(values: Values) -> Table:
 
 def _outlier_bars(values: Values) -> Figure:
     rows = [Bar(name, share, percent(share)) for name, share in values["mass"].items()]
-    label = "Share of attention on outliers: " + ", ".join(f"{row.name} {row.text}" for row in rows)
+    label = "Share of attention on high-norm tokens: " + ", ".join(f"{row.name} {row.text}" for row in rows)
     chart = bars(rows, label, (values["fair"], f"fair share {percent(values['fair'])}"))
     caption = (
-        f"Share of each token's attention on outlier patches, in the {count(values['images'], 'image')} that have "
-        "some. The dashed line is the share of outliers among all tokens."
+        f"Share of each token's attention on high-norm tokens, in the {count(values['images'], 'image')} that have "
+        "some. The dashed line is their share of all tokens."
     )
     return Figure([chart], caption)
 
@@ -280,4 +325,4 @@ INTRO = (
     "In each layer every token reads from all tokens, with weights that sum to one: its attention. Unless "
     "stated otherwise this is the last layer, averaged over heads."
 )
-SECTION = Section("attention", "Attention", "Attention", INTRO, render, compute, "attention")
+SECTION = Section("attention", "Attention", "Attention", INTRO, render, compute, "attention", conclude=conclude)

@@ -41,13 +41,21 @@ def render(report: Report) -> list[Block]:
             panels = [photo_panel(one, one.title), map_panel(one, rgb_uri(np.asarray(one.maps["pca"])), label)]
             figures.append(Figure(panels, one.name))
     shares = ", ".join(percent(share) for share in values["explained"])
-    left_out = f"; {count(values['left_out'], 'outlier')} left out" if values["left_out"] else ""
-    summary = f"These directions explain {shares} of the variance, over {count(values['images'], 'image')}{left_out}."
-    return [Text(summary, "soft"), Columns(figures, "images")]
+    left_out = f"; {count(values['left_out'], 'high-norm token')} left out" if values["left_out"] else ""
+    summary = f"The directions explain {shares} of the variance, over {count(values['images'], 'image')}{left_out}."
+    return [Text(summary, "soft"), Columns(figures, "images")] if figures else []
+
+
+def conclude(report: Report) -> str:
+    """Return how much of the variance the three directions explain."""
+    explained = report.pca["explained"]
+    return f"{percent(sum(explained))} of the variance of patch tokens lies in {count(len(explained), 'direction')}."
 
 
 INTRO = (
     "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches "
     "of the same color are alike to the model; a good map follows objects. All images share one scale."
 )
-SECTION = Section("components", "Principal components of patch tokens", "Components", INTRO, render, compute, "pca")
+SECTION = Section(
+    "components", "Principal components of patch tokens", "Components", INTRO, render, compute, "pca", conclude=conclude
+)

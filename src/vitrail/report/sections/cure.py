@@ -19,7 +19,7 @@ from vitrail.analysis.norms import NormAccumulator
 from vitrail.errors import UnsupportedInput, VitrailError
 from vitrail.report.collect import KeptImage, run_hooked
 from vitrail.report.context import Context, SecondPass, rounded, spread_evenly
-from vitrail.report.page.blocks import Block, Strip, Svg, Table, Text
+from vitrail.report.page.blocks import Beside, Block, Strip, Svg, Table, Text
 from vitrail.report.page.formatting import count, number, percent
 from vitrail.report.page.images import NormColors, photo_panel, weight_panel
 from vitrail.report.report import Report, ShownImage
@@ -192,12 +192,16 @@ def render(report: Report) -> list[Block]:
     if "effect" not in values:
         return []
     layers = ", ".join(f"layer {layer}: {count(len(some), 'neuron')}" for layer, some in values["neurons"].items())
+    moved = Text(f"{count(values['num_neurons'], 'neuron')} moved ({layers}).", "soft")
     return [
-        Text(cure_sentence(values), "strong"),
-        _table(values),
-        Text(f"{count(values['num_neurons'], 'neuron')} moved ({layers}).", "soft"),
+        Beside([_table(values)], [Text(EXPLANATION, "soft"), moved]),
         *_strips(report.images, values["threshold"]),
     ]
+
+
+def conclude(report: Report) -> str:
+    """Return what the registers did to the artifacts."""
+    return cure_sentence(report.cure)
 
 
 def _table(values: Values) -> Table:
@@ -235,7 +239,7 @@ def _strip(one: ShownImage, cured: Sequence[float], scale: NormColors, threshold
     panels: list[tuple[Svg, str]] = [(photo_panel(one, one.title), one.title)] if one.pixels is not None else []
     left = [place for place, norm in enumerate(cured) if norm > threshold]
     for when, norms, outliers in (("before", one.norms, one.outliers), ("after", cured, left)):
-        many = count(len(outliers), "outlier")
+        many = count(len(outliers), "high-norm token")
         label = f"Norms of the patch tokens of {one.name}, {when}: {many}"
         panels.append((scale.panel(one, label, norms, outliers), f"norms {when}: {many}"))
     before, after = one.maps.get("attention", {}), one.maps.get("cured_attention", {})
@@ -247,9 +251,9 @@ def _strip(one: ShownImage, cured: Sequence[float], scale: NormColors, threshold
     return Strip(panels)
 
 
-INTRO = (
+EXPLANATION = (
     "Test-time registers need no training: neurons that are active where artifacts are write to an extra "
     "token instead, which is removed at the end. As many random neurons of the same layers are the control; "
     "they should change nothing."
 )
-SECTION = Section("cure", "Test-time registers", "Cure", INTRO, render, compute, "cure", "cure")
+SECTION = Section("cure", "Test-time registers", "Cure", "", render, compute, "cure", "cure", conclude=conclude)

@@ -13,7 +13,7 @@ from typing import Any
 from vitrail.analysis.discovery import Discovery, corloc, lost_batch, suggest_biases, sweep_lost, tokencut_batch
 from vitrail.report.collect import OBJECT_FEATURES
 from vitrail.report.context import Context
-from vitrail.report.page.blocks import Block, Columns, Figure, Key, Legend, Note, Table
+from vitrail.report.page.blocks import Beside, Block, Columns, Figure, Key, Legend, Note, Table, Text
 from vitrail.report.page.formatting import interval, percent
 from vitrail.report.page.images import box_marks, photo_panel
 from vitrail.report.report import Report
@@ -78,11 +78,33 @@ def render(report: Report) -> list[Block]:
         for name, score in scores.items()
     ]
     caption = "CorLoc: boxes that overlap a true one with IoU ≥ 0.5. The last row is the baseline"
-    return [
-        Table(["method", "right", "images"], rows, caption),
-        *map(Note, dict.fromkeys(notes)),
-        *_box_blocks(report),
-    ]
+    boxes = _box_blocks(report)
+    if not rows and not boxes:
+        return []
+    table, others = Table(["method", "right", "images"], rows, caption), [note for note in notes if note != NO_TRUTH]
+    if not rows and not others:
+        return [Text(EXPLANATION, "soft"), *boxes]
+    return [Beside([table, *map(Note, dict.fromkeys(others))], [Text(EXPLANATION, "soft")]), *boxes]
+
+
+def absent(report: Report) -> str:
+    """Return why there are neither scores nor boxes."""
+    notes = [note for feature in OBJECT_FEATURES for note in _scores(report.discovery.get(feature) or {}, feature)[1]]
+    return "; ".join(dict.fromkeys(notes))
+
+
+def conclude(report: Report) -> str:
+    """Return which method finds most objects, beside the baseline; nothing without true boxes."""
+    scores: dict[str, Values] = {}
+    for feature in OBJECT_FEATURES:
+        scores |= _scores(report.discovery.get(feature) or {}, feature)[0]
+    fair = {name: one for name, one in scores.items() if "upper bound" not in name}
+    if not fair:
+        return "Boxes are drawn, but nothing is known about how often they are right: there are no true boxes."
+    best = max(fair, key=lambda name: fair[name]["share"])
+    whole = report.discovery.get("whole_image") or {}
+    baseline = f"; a box around the whole image finds {percent(whole['share'])}" if whole else ""
+    return f"{best} finds {percent(fair[best]['share'])} of the objects{baseline}."
 
 
 def _scores(values: Values, feature: str) -> tuple[dict[str, Values], list[str]]:
@@ -117,9 +139,11 @@ def _box_blocks(report: Report) -> list[Block]:
     return [Legend(keys), Columns(figures, "images small")]
 
 
-INTRO = (
+EXPLANATION = (
     "LOST and TokenCut find one object per image from patch features alone, without training. Artifacts "
     "mislead them. Which features of the last layer suit a model depends on its training: keys for DINO and "
     "DINOv2, values for DeiT-III and OpenCLIP. Both are tried."
 )
-SECTION = Section("objects", "Object discovery", "Objects", INTRO, render, compute, "discovery", "discovery")
+SECTION = Section(
+    "objects", "Object discovery", "Objects", "", render, compute, "discovery", "discovery", conclude, absent
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitrail.analysis.attention import spread, token_maps
 from vitrail.report.context import Context
-from vitrail.report.page.blocks import Block, Table
+from vitrail.report.page.blocks import Beside, Block, Table, Text
 from vitrail.report.page.formatting import interval, number, percent
 from vitrail.report.report import Report
 from vitrail.report.sections.base import Section, Values
@@ -46,9 +46,23 @@ def render(report: Report) -> list[Block]:
         accuracy = interval((one["class_probe"] or {}).get("accuracy"), percent)
         ratio, patches = f"{number(one['norm_ratio'])} ×", number(one["effective_patches"])
         rows.append([one["name"], number(one["norm"]), ratio, patches, accuracy])
+    if not rows:
+        return []
     head = ["token", "norm", "of a typical patch", "patches attended to", "class from it alone"]
-    return [Table(head, rows, "Registers in the last layer")]
+    return [Beside([Table(head, rows, "Registers in the last layer")], [Text(EXPLANATION, "soft")])]
 
 
-INTRO = "Registers are extra tokens that a model can use as storage, so that it need not use patches."
-SECTION = Section("registers", "Registers", "Registers", INTRO, render, compute, "registers")
+def conclude(report: Report) -> str:
+    """Return which register has the largest norm, and how widely the registers attend."""
+    tokens = report.registers["tokens"]
+    largest = max(tokens, key=lambda one: one["norm_ratio"])
+    patches = [one["effective_patches"] for one in tokens]
+    spread = number(patches[0]) if len(patches) == 1 else f"{number(min(patches))} to {number(max(patches))}"
+    return (
+        f"The largest norm is that of {largest['name']}: {number(largest['norm_ratio'])} times a typical patch. "
+        f"A register attends to about {spread} patches."
+    )
+
+
+EXPLANATION = "Registers are extra tokens that a model can use as storage, so that it need not use patches."
+SECTION = Section("registers", "Registers", "Registers", "", render, compute, "registers", conclude=conclude)

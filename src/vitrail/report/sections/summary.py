@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from vitrail.report import verdict
-from vitrail.report.page.blocks import Block, Bullets, Note, Table, Text
+from vitrail.report.page.blocks import Block, Bullets, Note, Table
 from vitrail.report.page.formatting import count, number, percent
 from vitrail.report.report import Report
 from vitrail.report.sections.base import Section
 
-FEW = 20
-"""Fewer images than these give a first impression only."""
+MEDIA_NOTES = {
+    "video": "The images on this page are clips: frames below each other, one for each step in time of the patch grid.",
+    "audio": "The images on this page are spectrograms: time from left to right, low frequencies at the top.",
+}
+"""How inputs that are no images are drawn."""
 
 METHOD_INTRO = (
     "The model ran unchanged; tokens were recorded where they leave each block, before the final norm. Norms are "
@@ -28,31 +31,29 @@ def header(report: Report) -> dict[str, Any]:
         "model": name,
         "badge": (norms["verdict"], verdict.BADGES[norms["verdict"]]),
         "verdict": report.verdict,
-        "confidence": verdict.confidence_sentence(norms),
-        "cure": verdict.cure_sentence(report.cure) if "effect" in report.cure else None,
+        "confidence": verdict.confidence_sentence(norms, report.noun),
+        "next": report.next_step,
         "alerts": [Note(" ".join(_alerts(report)))],
         "tiles": {
-            "tokens above the threshold": "none" if norms["threshold"] is None else percent(norms["outlier_share"]),
+            "high-norm tokens": "none" if norms["threshold"] is None else percent(norms["outlier_share"]),
             "threshold (norm)": number(norms["threshold"]),
             "typical norm": number(norms["typical"]),
-            "since layer": number(norms["onset"]),
-            "images": f"{report.data['images']:,}",
+            "since layer (from 0)": number(norms["onset"]),
+            f"{report.noun}s": f"{report.data['images']:,}",
         },
     }
 
 
 def _alerts(report: Report) -> list[str]:
-    problems, images = report.problems, report.data["images"]
-    alerts = []
+    problems = report.problems
+    alerts = [MEDIA_NOTES[report.data["medium"]]] if report.data.get("medium") in MEDIA_NOTES else []
     if problems["num_not_finite_tokens"]:
         alerts.append(
             f"{count(problems['num_not_finite_tokens'], 'token')} (over all layers) in "
-            f"{count(problems['num_not_finite_images'], 'image')} had non-finite values; no average includes them."
+            f"{count(problems['num_not_finite_images'], report.noun)} had non-finite values; no average includes them."
         )
     if problems["num_skipped"]:
-        alerts.append(f"{count(problems['num_skipped'], 'image')} could not be read and were skipped.")
-    if images < FEW:
-        alerts.append(f"Only {count(images, 'image')}: take every number below as a first impression.")
+        alerts.append(f"{count(problems['num_skipped'], report.noun)} could not be read and were skipped.")
     return alerts
 
 
@@ -69,9 +70,11 @@ def _render_method(report: Report) -> list[Block]:
         "size": f"{millions}, {model['layers']} layers, {model['heads']} heads",
         "dtype and device": f"{model['dtype']} on {model['device']}",
         "tokens": f"special: {special}; patches: {grid[1]} × {grid[2]}",
-        "images": f"{data['images']:,}, of which {data['labelled']:,} with a label ({data['kind']})",
-        "images kept": f"{kept['features']:,} for attention, components and probes; {kept['objects']:,} for objects; "
-        f"{kept['places']:,} for places",
+        f"{report.noun}s": f"{data['images']:,}, of which {data['labelled']:,} with a label ({data['kind']})",
+        f"{report.noun}s kept": (
+            f"{kept['features']:,} for attention, components and probes; {kept['objects']:,} for objects; "
+            f"{kept['places']:,} for places"
+        ),
         "options": ", ".join(f"{name} {value}" for name, value in report.settings.items()),
         "versions": ", ".join(f"{name} {value}" for name, value in versions["versions"].items()),
         "machine": f"{versions['device']}, Python {versions['python']}, {versions['date']}",
@@ -88,9 +91,10 @@ def _render_problems(report: Report) -> list[Block]:
     if problems["num_not_finite_tokens"]:
         rows = [[one["name"], one["layer"], one["tokens"]] for one in problems["not_finite"]]
         blocks.append(Table(["image", "layer", "tokens"], rows, "Non-finite values (at most 100 places)"))
-    return blocks or [Text("None: all images were read, and all values are finite.")]
+    return blocks
 
 
 NEXT = Section("next", "Recommendations", "Recommendations", "", _render_next)
 METHOD = Section("how", "Method and settings", "Method", METHOD_INTRO, _render_method)
-PROBLEMS = Section("problems", "Problems", "", "", _render_problems)
+NO_PROBLEMS = "none; all images were read, and all values are finite"
+PROBLEMS = Section("problems", "Problems", "", "", _render_problems, absent=lambda report: NO_PROBLEMS)

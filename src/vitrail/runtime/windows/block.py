@@ -57,6 +57,7 @@ class WindowCarried(Carried):
         batches: their states.
         places: where the tokens of all tiles, one behind the other, are in the sequence of an image.
         shape: shape of the tokens as the model passes them.
+        channels_first: whether these are maps (B, D, h, w).
         lengths: number of tokens present in each tile; None where the tokens are as the model passes them.
         begun: the block that began this run.
         last: the block that ends it.
@@ -66,6 +67,7 @@ class WindowCarried(Carried):
     batches: tuple[Carried, ...] = ()
     places: Tensor | None = None
     shape: tuple[int, ...] = ()
+    channels_first: bool = False
     lengths: tuple[int, ...] | None = None
     begun: int = 0
     last: int = 0
@@ -118,7 +120,8 @@ class WindowCarried(Carried):
         """Return the present tokens of each batch of tiles (B · tiles, N, D)."""
         lengths = self.lengths
         if lengths is None:
-            x, lengths = flat_tokens(x).index_select(1, self._places), tuple(tile.tokens for tile in self.tiles)
+            x = flat_tokens(x, self.channels_first).index_select(1, self._places)
+            lengths = tuple(tile.tokens for tile in self.tiles)
         counts = [tile.count for tile in self.tiles]
         pieces = x.split([count * length for count, length in zip(counts, lengths, strict=True)], 1)
         return [piece.reshape(-1, length, x.shape[2]) for piece, length in zip(pieces, lengths, strict=True)]
@@ -133,6 +136,8 @@ class WindowCarried(Carried):
     def _replace(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the tokens of whole tiles as the model passes them."""
         joined = self._join(pieces).index_select(1, self._places.argsort())
+        if self.channels_first:
+            return joined.transpose(1, 2).reshape(self.shape)
         return joined.view(*self.shape[:-1], joined.shape[2])
 
     @property
@@ -193,13 +198,13 @@ def _begin(mine: BlockPlan, block: nn.Module, x: Tensor) -> WindowCarried | None
         return None
     grid = tiling.layers[mine.index].grid(layout.grid)
     run, stop = tiling.run(layout.grid, mine.index)
-    if flat_tokens(x).shape[1] != prod(grid) or any(per_layer[run : mine.index]):
+    assert isinstance(mine.parts, WindowedAdapter)
+    if flat_tokens(x, mine.parts.channels_first).shape[1] != prod(grid) or any(per_layer[run : mine.index]):
         raise BrokenPass(
             f"block {mine.index} of a merged model received tokens of shape {tuple(x.shape)} without the state of "
             f"their pass, where it expects a grid of {grid[0]} × {grid[1]} for this input. Something between the "
             "blocks replaced the tensor, or the model's input size changed after merging"
         )
-    assert isinstance(mine.parts, WindowedAdapter)
     windows, known = mine.parts.windows(block), tiling.layers[mine.index].windows
     if windows is None or known is None or windows.on(grid) != known.on(grid):
         raise BrokenPass(
@@ -225,6 +230,7 @@ def _begin(mine: BlockPlan, block: nn.Module, x: Tensor) -> WindowCarried | None
         batches=tuple(batches),
         places=torch.cat(places),
         shape=tuple(x.shape),
+        channels_first=mine.parts.channels_first,
         begun=mine.index,
         last=stop - 1,
     )

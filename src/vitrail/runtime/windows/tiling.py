@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 from vitrail.adapters import Found
 from vitrail.adapters.windows import LayerWindows, Tile, WindowedAdapter
@@ -27,9 +28,9 @@ class Tiling:
 
     @classmethod
     def of(cls, found: Found) -> Tiling | None:
-        """Return the tiling of a model; None where attention sees all tokens."""
+        """Return the tiling of a model; None where attention sees all tokens, or windows are segments."""
         layers = found.adapter.layer_windows(found.trunk)
-        if not layers:
+        if not layers or found.adapter.packed:
             return None
         if len(layers) != len(found.blocks) or not all(isinstance(p, WindowedAdapter) for p in found.block_adapters):
             raise UnsupportedModel(
@@ -78,16 +79,22 @@ class Tiling:
             found.append((tile, (*(0,) * start, *own, *(0,) * (len(per_layer) - stop))))
         return found
 
+    def fed(self, method: Method, grid: Grid, per_layer: Sequence[int]) -> list[dict[Tile, int]]:
+        """Return, for each block, how many tokens of each tile its MLP works on; none where no token has merged."""
+        found = []
+        for layer in range(len(self.layers)):
+            start, _ = self.run(grid, layer)
+            tiles = self.merges(method, grid, per_layer, layer) if any(per_layer[start : layer + 1]) else ()
+            first = layer if method.scope == "block" else 0
+            found.append({tile: tile.tokens - sum(own[first : layer + 1]) for tile, own in tiles})
+        return found
+
     def lengths(self, method: Method, grid: Grid, per_layer: Sequence[int]) -> list[int]:
-        """Return the number of tokens that the MLP of each block works on."""
-        lengths = []
-        for layer, one in enumerate(self.layers):
-            height, width = one.grid(grid)
-            removed = 0
-            for tile, own in self.merges(method, grid, per_layer, layer):
-                removed += tile.count * (own[layer] if method.scope == "block" else sum(own[: layer + 1]))
-            lengths.append(height * width - removed)
-        return lengths
+        """Return the number of tokens that the MLP of each block works on, in all tiles."""
+        return [
+            sum(tile.count * length for tile, length in tiles.items()) or prod(layer.grid(grid))
+            for layer, tiles in zip(self.layers, self.fed(method, grid, per_layer), strict=True)
+        ]
 
 
 def _room(method: Method, tile: Tile) -> Room:

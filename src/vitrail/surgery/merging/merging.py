@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitrail._arguments import checked
 from vitrail.adapters import Found, find
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, Schedule
 from vitrail.merging.foresight import Foresight, as_foresight
@@ -145,15 +146,16 @@ def merge(
         raise InvalidOption(
             f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
-    if mask is not None and found.adapter.windows(found.trunk, layout):
+    if mask is not None and found.adapter.layer_windows(found.trunk):
         raise InvalidOption(
-            "protect= is not supported for this model: tokens merge inside windows, each by the share of the image"
+            f"protect= is not supported for {type(found.trunk).__name__}: tokens merge inside windows, each by the "
+            "share of the image"
         )
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
     if plan.tiling is not None:
-        refused = {"protect": protect, "restore": restore, "foresight": foresight, "unmerge=False": not unmerge or None}
+        refused = {"restore": restore, "foresight": foresight, "unmerge=False": not unmerge or None}
         refuse_in_windows(found, chosen, [name for name, value in refused.items() if value is not None])
     chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches, layout.grid)))
     if restorer is not None:
@@ -613,8 +615,7 @@ class Merging(Handle):
         if size is None:
             return self.layout
         spec = self.found.adapter.input_spec(self.found.trunk)
-        form = "(time, height, width)" if len(spec.size) == 3 else "a number of pixels, or (height, width)"
-        form = "(bands, frames)" if spec.modality == "audio" else form
+        form = MODALITIES[spec.modality].size
         try:
             given = size if hasattr(size, "__len__") else (size, size)
             sides = tuple(operator.index(side) for _, side in zip(spec.size, given, strict=True))  # type: ignore[arg-type]

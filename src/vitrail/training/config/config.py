@@ -13,6 +13,7 @@ from typing import Any
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import named
 from vitrail.data.labels.targets import KINDS
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.surgery.added_tokens import LARGEST_GATE
@@ -127,14 +128,16 @@ class Config:
     labels: str | None = _data(text("COLUMN"), "Column with the class labels; none (with recipe=dino) ignores labels.")
     kind: Any = _data(
         Kind(
-            "one of classification, regression, multilabel, dense, or a mapping of columns to these",
+            "one of classification, regression, multilabel, dense, depth, or a mapping of columns to these",
             "KIND",
             _parse_kind,
         ),
         "What label columns hold; by default numbers with fractions are values, lists several classes.",
     )
     masks: str | None = _data(
-        text("DIR"), "Folder of masks for a folder of images, with files of the same names.", resumable=True
+        text("DIR"),
+        "Folder of masks, or depth maps, for a folder of images, with files of the same names.",
+        resumable=True,
     )
     validation_masks: str | None = _data(text("DIR"), "Folder of masks for the held-out data.", resumable=True)
     mask_classes: Any = _data(
@@ -145,7 +148,8 @@ class Config:
         Kind("column names separated by commas", "COLUMNS", _parse_tasks), "Columns to learn as tasks.", ()
     )
     modality: str | None = _data(
-        choice("image", "video", "audio"), "What files hold; by default what their endings say (a GIF is an image)."
+        choice(*(name for name in MODALITIES if name != "array")),
+        "What files hold; by default what their endings say (a GIF is an image).",
     )
     sampling: dict[str, Any] = _data(
         mapping(), "Which frames of clips are seen, such as {frames: segments}; spectrograms, such as {rate: 8000}.", {}

@@ -21,7 +21,7 @@ from vitrail.data.dataset import open_dataset
 from vitrail.data.labels.columns import plain_name
 from vitrail.data.labels.targets import MASK_CLASSES, TargetSpec
 from vitrail.data.loading.loader import Keep, make_loader
-from vitrail.data.media.sampling import DEFAULTS
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
@@ -31,7 +31,7 @@ from vitrail.surgery.merging.trained_methods import load_method, method_file
 from vitrail.surgery.recording import evaluating
 from vitrail.surgery.saving import Settings, read_settings
 from vitrail.surgery.saving.changes import merge_arguments
-from vitrail.training.data import expected_of, prepares, split_masks, unlabeled_note
+from vitrail.training.data import expected_of, prepares, split_pixels, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
 from vitrail.training.evaluation.metrics import Metrics, make_metrics
 from vitrail.training.evaluation.outputs import forward_output
@@ -79,7 +79,7 @@ def evaluate(
             matter.
         labels: columns of labels, among those that the model was trained with; all of them by default.
         class_map: the model's name of each class of the data that has another one, as a dict, or a JSON file of one.
-        masks: for a folder of images and a model of masks, the folder of the masks.
+        masks: for a folder of images and a model of masks or depth maps, the folder of these.
         merge: options of `vitrail.merge`, text such as ``"r=8"``, the JSON of ``vitrail.tune``, or a directory of
             ``merging.save``; ``{"r": 0}`` disables merging. A model trained with a learned method is merged by that
             one, unless ``method`` names another.
@@ -106,7 +106,7 @@ def evaluate(
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
         takes = (known and known.preprocessing) or declared_spec(net)
-        modality = takes.modality if takes is not None and takes.modality in DEFAULTS else None
+        modality = takes.modality if takes is not None and MODALITIES[takes.modality].sampling else None
         classes = rename_classes(_known_classes(known, columns), class_map)
         dense = [names for name, names in (classes or {}).items() if name in targets and targets[name].kind == "dense"]
         dataset = open_dataset(
@@ -228,9 +228,9 @@ def count_predictions(
 ) -> Iterator[Tensor]:
     """Run a model on data, count its predictions, and yield the inputs of each batch; as for `evaluate_model`."""
     weight = next(model.parameters())
-    dense = bool(getattr(getattr(data, "dataset", None), "is_dense", False))
+    pixel_bytes = getattr(getattr(data, "dataset", None), "pixel_bytes", 0)
     with head_outputs(model) as by_token:
-        for images, labels in _batches(data, batch, prepare, weight.device, dense):
+        for images, labels in _batches(data, batch, prepare, weight.device, pixel_bytes):
             images = images if dtype is not None else images.to(weight.dtype)
             with torch.no_grad(), autocast(weight.device, dtype):
                 output = forward_output(model, images)
@@ -258,7 +258,7 @@ def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dic
 
 
 def _batches(
-    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device, dense: bool = False
+    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device, pixel_bytes: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield prepared images and labels (B, T) on the device."""
     if batch < 1:
@@ -272,7 +272,7 @@ def _batches(
             if prepare is None:
                 raise InvalidOption(f"images are {x.dtype}; give prepare, which turns them into model inputs")
             x = prepare(x)
-        yield split_masks(x, labels.to(device, non_blocking=True).reshape(len(labels), -1), dense=dense)
+        yield split_pixels(x, labels.to(device, non_blocking=True).reshape(len(labels), -1), pixel_bytes)
 
 
 def _known_classes(known: Labels | None, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:

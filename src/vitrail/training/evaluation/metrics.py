@@ -34,7 +34,7 @@ def make_metrics(
     what columns hold that hold no classes.
     """
     heads, specs = find_heads(model), targets or {}
-    dense = any(spec.kind == "dense" for spec in specs.values())
+    dense = any(spec.pixel_bytes for spec in specs.values())
     if not heads.fused and not heads.tasks and not dense:
         if other := [name for name in classes if specs.get(name, CLASSES) != CLASSES]:
             raise UnsupportedInput(f"the model has no head for {other[0]!r}, and its neighbors vote on classes only")
@@ -112,7 +112,7 @@ class HeadMetrics(Metrics):
     ) -> None:
         places = spans(columns, specs)
         self._targets = [
-            replace(one, where=slice(places[one.name].start, None) if one.kind == "dense" else places[one.name])
+            replace(one, where=slice(places[one.name].start, None) if one.spec.pixel_bytes else places[one.name])
             for one in targets
             if one.name in columns
         ]

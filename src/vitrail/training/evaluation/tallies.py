@@ -52,8 +52,8 @@ class Tally(ABC):
 
 def make_tally(target: Target, device: torch.device | str = "cpu") -> Tally:
     """Return the tally of a target's predictions."""
-    if target.kind == "regression":
-        return ValueTally(target, device)
+    if target.kind in VALUES:
+        return VALUES[target.kind](target, device)
     kinds: dict[str, Callable[..., Tally]] = {
         "classification": ClassTally,
         "multilabel": SeveralTally,
@@ -134,7 +134,7 @@ class ValueTally(Tally):
 
     def __init__(self, target: Target, device: torch.device | str = "cpu") -> None:
         self._target = target
-        self.sums = torch.zeros(6, dtype=_precise(device), device=device)
+        self.sums = torch.zeros(7, dtype=_precise(device), device=device)
 
     @torch.no_grad()
     def add(self, outputs: Tensor, labels: Tensor) -> None:
@@ -143,7 +143,8 @@ class ValueTally(Tally):
         predicted, true = (values.to(self.sums)[:, 0] * std for values in (outputs, labels))
         error = predicted - true
         sums = (torch.ones_like(error), error.square(), error.abs(), true, true.square(), (error / std).square())
-        self.sums += torch.stack(sums).sum(1)
+        self.sums[:6] += torch.stack(sums).sum(1)
+        self.sums[6] += len(outputs)
 
     def reduce(self) -> None:
         all_reduce(self.sums)
@@ -153,14 +154,15 @@ class ValueTally(Tally):
 
     @property
     def count(self) -> int:
-        return round(self.sums[0].item())
+        return round(self.sums[6].item())
 
     def figures(self) -> dict[str, Any]:
         """Return the root mean squared error, the mean absolute error, and R².
 
         R² is 1 for a perfect prediction, 0 for that of the mean of these samples, and None where they are all equal.
         """
-        count, squared, absolute, total, squares, loss = self.sums.double().tolist()
+        count, squared, absolute, total, squares, loss = self.sums[:6].double().tolist()
+        count = max(count, 1)  # of depth maps no pixel may be known
         spread = squares - total**2 / count
         return {
             "rmse": (squared / count) ** 0.5,
@@ -168,6 +170,21 @@ class ValueTally(Tally):
             "r2": 1 - squared / spread if spread > 1e-12 * max(squares, 1e-300) else None,
             "loss": loss / count,
         }
+
+
+class DepthTally(ValueTally):
+    """Errors of the known pixels of depth maps, in the units of the depths."""
+
+    @torch.no_grad()
+    def add(self, outputs: Tensor, labels: Tensor) -> None:
+        """Count a batch: maps (B, 1, H, W), and standardized depths (B, H, W), NaN being unknown."""
+        known = ~labels.isnan()
+        super().add(outputs[:, 0][known].unsqueeze(1), labels[known].unsqueeze(1))
+        self.sums[6] += len(outputs) - known.sum()  # samples, not pixels
+
+
+VALUES: dict[str, type[ValueTally]] = {"regression": ValueTally, "depth": DepthTally}
+"""Tallies of numbers, by what a column holds."""
 
 
 class SeveralTally(Tally):

@@ -79,6 +79,22 @@ def pixel_cross_entropy(
     return _masked_mean(loss, known)
 
 
+def pixel_squared_error(
+    maps: Tensor, depths: Tensor, smoothing: float = 0.0, partner: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:
+    """Return the squared error of maps (B, 1, H, W) with depths (B, H, W), averaged over known pixels.
+
+    Pixels that are NaN are unknown. There are no classes to smooth, and images are not mixed.
+
+    >>> depths = torch.tensor([[[1.0, float("nan")]]])
+    >>> pixel_squared_error(torch.full((1, 1, 1, 2), 3.0), depths).item()
+    4.0
+    """
+    _check_shape("depths", depths, maps[:, 0])
+    known = ~depths.isnan()
+    return _masked_mean((_float(maps[:, 0]) - depths.nan_to_num()).square(), known)
+
+
 def _mixed(each: Callable[[Tensor], Tensor], labels: Tensor, partner: Tensor | None, share: Tensor | None) -> Tensor:
     """Return the mean of a loss per sample; in mixed images the partner's labels have the rest of the weight."""
     loss = each(labels)

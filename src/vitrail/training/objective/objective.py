@@ -21,6 +21,7 @@ from vitrail.training.objective.losses import (
     cross_entropy,
     feature_distillation,
     pixel_cross_entropy,
+    pixel_squared_error,
     soft_distillation,
     squared_error,
 )
@@ -32,6 +33,7 @@ LOSSES: dict[Kind, Callable[..., Tensor]] = {
     "regression": squared_error,
     "multilabel": binary_cross_entropy,
     "dense": pixel_cross_entropy,
+    "depth": pixel_squared_error,
 }
 """Loss of a column by what it holds."""
 

@@ -77,32 +77,35 @@ class Target:
         return logits[:, self.start : self.start + len(self.classes)]
 
     def values(self, outputs: Tensor) -> Tensor:
-        """Return the values of a regression from its outputs."""
+        """Return the values of a regression, or depths, from its outputs."""
         return outputs.float() * self.spec.std + self.spec.mean
 
     def truth(self, labels: Tensor) -> Tensor:
         """Return what is to be learned from the table of labels (B, W), as the loss takes it.
 
-        Class numbers (B,), standardized values (B, 1), 0 or 1 for each class (B, K), or a mask (B, H, W).
+        Class numbers (B,), standardized values (B, 1), 0 or 1 for each class (B, K), a mask (B, H, W), or standardized
+        depths (B, H, W), NaN where unknown.
         """
         part = labels[:, self.where]
         if self.kind == "classification":
             return part[:, 0].long()
-        if self.kind == "dense":
+        if self.kind in ("regression", "depth"):
+            part = (part - self.spec.mean) / self.spec.std
+        if self.spec.pixel_bytes:
             side = isqrt(part.shape[1])
-            return part.long().unflatten(1, (side, side))
-        return (part - self.spec.mean) / self.spec.std if self.kind == "regression" else part
+            part = part.unflatten(1, (side, side))
+        return part.long() if self.kind == "dense" else part
 
     def predictions(self, output: Output) -> list[Tensor]:
         """Return the logits of each head that learns this target."""
-        if self.kind == "dense":
+        if self.spec.pixel_bytes:
             assert output.dense is not None
             return [output.dense]
         return [self.read(output.by_role[head]) for head in self.heads]
 
     def prediction(self, output: Output) -> Tensor:
         """Return the logits of the model for this target, fused from all its heads."""
-        if self.kind == "dense":
+        if self.spec.pixel_bytes:
             return self.predictions(output)[0]
         logits = output.logits if self.own else output.by_role[self.name]
         assert logits is not None
@@ -150,10 +153,10 @@ def assign_targets(
 
     A task token predicts the column of its name. The class heads predict the remaining column, or several: then the
     model's ``num_classes`` is the total number of classes, one column after the other. ``specs`` says what columns hold
-    that hold no classes; masks are predicted by a dense head.
+    that hold no classes; masks and depth maps are predicted by a dense head.
     """
     heads, specs = find_heads(model), specs or {}
-    dense = [name for name, spec in specs.items() if spec.kind == "dense" and name in classes]
+    dense = [name for name, spec in specs.items() if spec.pixel_bytes and name in classes]
     rest = [name for name in classes if name not in (*heads.tasks, *dense)]
     columns = ", ".join(classes)
     if not classes:
@@ -203,12 +206,12 @@ def _check_kinds(
     outputs = model.config.dense if isinstance(model, ViT) else 0
     if len(dense) > 1 or (dense and len(classes[dense[0]]) != outputs):
         raise InvalidOption(
-            f"no head for the masks {', '.join(dense)}: expected a Vitrail model with one dense head of "
-            f"{len(classes[dense[0]])} classes; build it with dense={len(classes[dense[0]])}. Models of timm can be "
+            f"no head for the pixels of {', '.join(dense)}: expected a Vitrail model with one dense head of "
+            f"{len(classes[dense[0]])} outputs; build it with dense={len(classes[dense[0]])}. Models of timm can be "
             "converted first: vitrail.models.from_timm"
         )
     if outputs and not dense:
-        raise InvalidOption("no masks for the dense head: expected a column of masks; set dense=0")
+        raise InvalidOption("no masks for the dense head: expected a column of masks or depth maps; set dense=0")
     own = [specs.get(name, CLASSES).kind for name in classes if name not in (*heads.tasks, *dense)]
     for token in model.config.tokens if isinstance(model, ViT) else ():
         learned = [specs.get(token.name, CLASSES).kind] if token.name in heads.tasks else own

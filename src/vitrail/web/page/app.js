@@ -3,13 +3,21 @@
 import { BackendError, openBackend } from "./backend.js";
 import { Compare } from "./compare.js";
 import { arrows, fillChoice, h, saveBlob } from "./dom.js";
-import { Picture } from "./draw.js";
+import { Picture, sideBySide } from "./draw.js";
 import { Explore } from "./explore.js";
+import { tokensOf } from "./grid.js";
+import { pythonOf } from "./python.js";
 import { Step } from "./step.js";
 
-const VERSION = 1;
+const VERSION = 2;
 const KEPT = 600; // answers that are kept
 const find = (id) => document.getElementById(id);
+
+const MEDIA = {
+  image: { open: "Open an image…", drop: "or drop one on the page", accept: "image/*", samples: "Sample images" },
+  video: { open: "Open a clip…", drop: "mp4, mov, webm, gif … or drop one on the page", accept: "video/*,.gif,.mkv,.avi", samples: "Sample clips" },
+  audio: { open: "Open a sound…", drop: "wav, flac, mp3, ogg, or drop one on the page", accept: "audio/*,.flac", samples: "Sample sounds" },
+};
 
 const DEFAULTS = {
   tab: "explore", image: "", model: "", method: "tome", by: "r", value: 16, schedule: "constant",
@@ -30,16 +38,20 @@ class App {
     this.backend = await openBackend();
     this.say(this.backend.kind === "browser" ? "Loading the model into this browser (about 15 MB) …" : "Loading …");
     const { models, samples } = await this.backend.models();
-    this.models = models;
+    this.models = models.map((one) => one.name);
+    this.modalities = new Map(models.map((one) => [one.name, one.modality]));
     this.samples = samples;
     this.#readAddress();
-    await this.#openModel(this.state.model);
+    await this.#describe(this.state.model);
+    await this.#describe(this.state.model2);
+    this.#mend();
     this.panels = { explore: new Explore(this), step: new Step(this), compare: new Compare(this) };
     this.#wire();
+    this.#showMedium();
     find("where").textContent =
       this.backend.kind === "browser"
         ? "The model runs in this browser: your images stay on your device."
-        : "The model runs on this machine: images are kept in memory for a while, and nothing is stored.";
+        : "The model runs on this machine: uploads are kept in memory for a while, and nothing is stored.";
     await this.openSample(this.state.image);
   }
 
@@ -66,7 +78,8 @@ class App {
       const value = NUMBERS.has(name) ? Number(given.get(name)) : given.get(name);
       if (!NUMBERS.has(name) || Number.isFinite(value)) this.state[name] = value;
     }
-    for (const name of ["model", "model2"]) if (!this.models.includes(this.state[name])) this.state[name] = this.models[0];
+    if (!this.models.includes(this.state.model)) this.state.model = this.models[0];
+    if (!this.peers().includes(this.state.model2)) this.state.model2 = this.state.model;
     if (!["explore", "step", "compare"].includes(this.state.tab)) this.state.tab = "explore";
     if (!given.has("value2") && this.state.tab !== "compare") this.state.value2 = 0;
   }
@@ -76,7 +89,7 @@ class App {
     const { state, info } = this;
     const inside = (value, last) => Math.min(last, Math.max(0, Math.round(value)));
     state.layer = state.layer < 0 ? info.layers - 1 : inside(state.layer, info.layers - 1);
-    state.query = inside(state.query, info.special.length + info.grid[0] * info.grid[1] - 1);
+    state.query = inside(state.query, tokensOf(info) - 1);
     if (state.head !== "mean" && !(Number(state.head) < info.heads)) state.head = "mean";
     for (const end of ["", "2"]) {
       const own = this.infos.get(state[`model${end}`]) ?? info;
@@ -99,51 +112,66 @@ class App {
     return method.amount ? setting : { ...setting, by: "", value: 0, schedule: "constant" };
   }
 
-  async #openModel(name) {
-    if (!this.infos.has(name)) {
-      const info = await this.backend.describe(name);
-      if (info.version !== VERSION) throw new Error("This page and its backend are of different versions; reload it.");
-      this.infos.set(name, info);
-    }
-    this.state.model = name;
-    if (!this.infos.has(this.state.model2)) this.infos.set(this.state.model2, await this.backend.describe(this.state.model2));
-    this.#mend();
+  /** Return the models that take the same samples as the chosen one. */
+  peers() {
+    return this.models.filter((name) => this.modalities.get(name) === this.modalities.get(this.state.model));
+  }
+
+  async #describe(name) {
+    if (this.infos.has(name)) return;
+    const info = await this.backend.describe(name);
+    if (info.version !== VERSION) throw new Error("This page and its backend are of different versions; reload it.");
+    this.infos.set(name, info);
   }
 
   async chooseModel(name, end = "") {
     await this.working("Loading the model …", async () => {
-      if (!this.infos.has(name)) this.infos.set(name, await this.backend.describe(name));
-      this.state[`model${end}`] = name;
-      this.#mend();
-      if (!end && this.image) this.picture = await Picture.load(await this.backend.preview(this.image), this.info.grid);
-      this.update({});
+      await this.#describe(name);
+      if (end) {
+        this.state[`model${end}`] = name;
+        this.#mend();
+        return this.update({});
+      }
+      if (this.modalities.get(name) === this.info.modality) return this.#open(this.file, this.isSample ? this.name : "", name);
+      const [sample] = this.#samplesOf(name);
+      await this.#open(await (await fetch(sample.file)).blob(), sample.name, name);
     });
   }
 
   // --- the image
 
+  #samplesOf(model) {
+    return this.samples.filter((one) => one.modality === this.modalities.get(model));
+  }
+
   async openSample(name) {
-    const sample = this.samples.find((one) => one.name === name) ?? this.samples[0];
+    const samples = this.#samplesOf(this.state.model);
+    const sample = samples.find((one) => one.name === name) ?? samples[0];
     const missing = name && sample.name !== name;
-    await this.working("Opening the image …", async () => {
+    await this.working(`Opening ${sample.name} …`, async () => {
       const response = await fetch(sample.file);
       await this.#open(await response.blob(), sample.name);
     });
-    if (missing) this.say("The image of this link was opened from a file; open it again. Meanwhile, a sample.");
+    if (missing) this.say("What this link shows was opened from a file; open it again. Meanwhile, a sample.");
   }
 
   async openFile(file) {
     await this.working(`Opening ${file.name} …`, () => this.#open(file, ""));
   }
 
-  async #open(file, name) {
-    const { image } = await this.backend.upload(file);
-    this.picture = await Picture.load(await this.backend.preview(image), this.info.grid);
-    this.file = file;
-    this.image = image;
-    this.name = name || file.name || "image";
+  /** Open a file for a model; everything changes at once, so that image and model fit each other. */
+  async #open(file, name, model = this.state.model) {
+    const { image } = await this.backend.upload(file, model);
+    this.picture = await Picture.load(await this.backend.preview(image, model), this.infos.get(model));
+    const another = model !== this.state.model;
+    Object.assign(this, { file, image, name: name || file.name || "upload", isSample: Boolean(name) });
+    this.state.model = model;
+    if (!this.peers().includes(this.state.model2)) this.state.model2 = model;
+    this.#mend();
+    if (another) this.#showMedium();
     for (const button of find("samples").children) button.setAttribute("aria-pressed", button.dataset.name === name);
-    this.update({ image: name || `file:${image.slice(0, 12)}`, query: this.state.query });
+    this.#showPlayer();
+    this.update({ image: name || `file:${image.slice(0, 12)}` });
     this.say(name ? `${name} is open.` : `${file.name} is open.`);
   }
 
@@ -183,7 +211,7 @@ class App {
       return await this.backend.view(view, asked);
     } catch (error) {
       if (!(error instanceof BackendError) || !error.gone || asked.image !== this.image) throw error;
-      await this.backend.upload(this.file); // it was dropped there; its hash, and so its name, is the same
+      await this.backend.upload(this.file, asked.model); // it was dropped there; its hash, and so its name, is the same
       return this.backend.view(view, asked);
     }
   }
@@ -211,12 +239,6 @@ class App {
     });
     fillChoice(find("model"), this.models.map((name) => [name, name]), this.state.model);
     find("model").addEventListener("change", () => this.chooseModel(find("model").value));
-    find("samples").append(
-      ...this.samples.map(({ name, file }) =>
-        h("button", { type: "button", class: "sample", "data-name": name, "aria-pressed": false, onclick: () => this.openSample(name) },
-          h("img", { src: file, alt: "", width: 52, height: 52, loading: "lazy" }), h("span", {}, name.replace("-", " "))),
-      ),
-    );
     find("upload").addEventListener("change", () => {
       const [file] = find("upload").files;
       find("upload").value = "";
@@ -231,8 +253,8 @@ class App {
     window.addEventListener("hashchange", () => location.reload());
     this.#wireTheme();
     find("save-png").addEventListener("click", () => {
-      const canvas = document.querySelector("#main [role=tabpanel]:not([hidden]) canvas.painting");
-      canvas.toBlob((blob) => saveBlob(blob, `${this.#fileName()}.png`));
+      const shown = document.querySelectorAll("#main [role=tabpanel]:not([hidden]) canvas.painting");
+      sideBySide([...shown]).toBlob((blob) => saveBlob(blob, `${this.#fileName()}.png`));
     });
     find("save-json").addEventListener("click", () => {
       const data = { model: this.state.model, image: this.name, choice: this.state, ...this.panels[this.state.tab].data() };
@@ -247,16 +269,44 @@ class App {
     find("copy-python").addEventListener("click", () => this.#copy(find("python").querySelector("code").textContent, "Copied."));
   }
 
+  /** Show the samples of the chosen model's medium, and what may be opened. */
+  #showMedium() {
+    const { open, drop, accept, samples } = MEDIA[this.info.modality];
+    find("upload-label").textContent = open;
+    find("upload-note").textContent = drop;
+    find("upload").accept = accept;
+    find("samples").setAttribute("aria-label", samples);
+    find("samples").replaceChildren(
+      ...this.#samplesOf(this.state.model).map(({ name, thumbnail }) =>
+        h("button", { type: "button", class: "sample", "data-name": name, "aria-pressed": false, onclick: () => this.openSample(name) },
+          h("img", { src: thumbnail, alt: "", width: 52, height: 52, loading: "lazy" }), h("span", {}, name.replace("-", " "))),
+      ),
+    );
+  }
+
+  /** Offer to play a clip or a sound, where the browser can. */
+  #showPlayer() {
+    const kind = { video: "video", audio: "audio" }[this.info.modality];
+    const box = find("player");
+    URL.revokeObjectURL(box.firstChild?.src);
+    box.hidden = !kind;
+    if (!kind) return box.replaceChildren();
+    const player = h(kind, { src: URL.createObjectURL(this.file), controls: true, loop: kind === "video", muted: true, "aria-label": `Play ${this.name}` });
+    player.muted = kind === "video";
+    player.addEventListener("error", () => (box.hidden = true));
+    box.replaceChildren(player);
+  }
+
   #wireTheme() {
     const button = find("theme");
     const dark = matchMedia("(prefers-color-scheme: dark)");
     const mark = (on) => {
       document.documentElement.dataset.theme = on ? "dark" : "light";
-      button.setAttribute("aria-pressed", on);
+      button.textContent = on ? "Light colors" : "Dark colors";
     };
     mark(dark.matches);
     dark.addEventListener("change", () => mark(dark.matches));
-    button.addEventListener("click", () => mark(button.getAttribute("aria-pressed") !== "true"));
+    button.addEventListener("click", () => mark(document.documentElement.dataset.theme !== "dark"));
   }
 
   #fileName() {
@@ -265,21 +315,7 @@ class App {
   }
 
   #writePython() {
-    const { method, by, value, schedule } = this.setting();
-    const options = [by && `${by}=${value}`, schedule !== "constant" && `schedule="${schedule}"`, method !== "tome" && `method="${method}"`];
-    const sample = this.samples.find((one) => one.name === this.name);
-    const file = JSON.stringify(sample ? sample.file.split("/").at(-1) : this.name);
-    const { layer, query, paint } = this.state;
-    const attends = this.state.tab === "explore" && paint === "attention";
-    const last = attends
-      ? `rows = vitrail.record(model, ${file}, "attention", layers=${layer}, queries=[${query}]).attention[${layer}]`
-      : `merging.draw(${file})[0].save("glass.png")`;
-    find("python").querySelector("code").textContent = [
-      "import vitrail",
-      `model = vitrail.load_model(${JSON.stringify(this.state.model)}).eval()`,
-      `merging = vitrail.merge(model, ${options.filter(Boolean).join(", ")})`,
-      last,
-    ].join("\n");
+    find("python").querySelector("code").textContent = pythonOf(this);
   }
 
   async #copy(text, done) {

@@ -23,12 +23,14 @@ class ServerBackend {
     return this.#ask("api/model", { model });
   }
 
-  upload(file) {
-    return this.#ask("api/image", file);
+  /** Send a file for a model, and all others of its modality; return the name of what was sent. */
+  upload(file, model) {
+    return this.#ask(`api/image?model=${encodeURIComponent(model)}`, file);
   }
 
-  async preview(image) {
-    return `api/preview/${image}`;
+  /** Return the image that is painted on, and marks of time and frequency. */
+  preview(image, model) {
+    return this.#ask("api/preview", { image, model });
   }
 
   view(name, given) {
@@ -92,7 +94,7 @@ class BrowserBackend {
 
   async preview(image) {
     if (!this.#previews.has(image)) throw new BackendError("gone: upload the image again", true);
-    return this.#previews.get(image);
+    return { url: this.#previews.get(image) };
   }
 
   view(name, given) {

@@ -1,5 +1,7 @@
 // What the page shows of one image, computed from the outputs of the graph: the twin of web/model_views.py.
 
+import { tokensOf } from "./grid.js";
+
 const TOP = 5;
 const CHANNELS = 4;
 const KEPT = 400; // answers that are kept
@@ -11,7 +13,7 @@ export class BrowserViews {
     this.info = info;
     this.run = run;
     this.special = info.special.length;
-    this.tokens = this.special + info.grid[0] * info.grid[1];
+    this.tokens = tokensOf(info);
     this.layers = [...Array(info.layers).keys()];
   }
 

@@ -1,6 +1,6 @@
 // Small charts as SVG. Colors come from the style sheet; each chart says in words what it shows.
 
-import { h, percent, plural, s } from "./dom.js";
+import { h, percent, plural, s, short } from "./dom.js";
 
 /** Return the tokens that leave each layer, over those of the unmerged model. */
 export function tokensChart(tokens, start, chosen) {
@@ -75,19 +75,19 @@ export function normsChart(patches, special, names, threshold) {
       : null,
   );
   const marks = special.map((value, at) =>
-    s("g", {}, s("title", {}, `${names[at]}: ${value.toFixed(1)}`), s("path", { d: `M${x(value)} ${height - bottom} l-4 8 h8 z`, class: "special" })),
+    s("g", {}, s("title", {}, `${names[at]}: ${short(value)}`), s("path", { d: `M${x(value)} ${height - bottom} l-4 8 h8 z`, class: "special" })),
   );
   const line = threshold === null ? null : s("g", {},
     s("line", { x1: x(threshold), x2: x(threshold), y1: 14, y2: height - bottom, class: "limit" }),
-    s("text", { x: x(threshold), y: 10, class: "tick" }, `threshold ${threshold.toFixed(0)}`),
+    s("text", { x: x(threshold), y: 10, class: "tick" }, `threshold ${short(threshold)}`),
   );
   return s("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "img", class: "chart",
-    "aria-label": `Norms of ${plural(patches.length, "patch token")} from ${Math.min(...patches).toFixed(1)} to ${Math.max(...patches).toFixed(1)}; ${names.map((name, at) => `${name} ${special[at].toFixed(1)}`).join(", ")}.`,
+    "aria-label": `Norms of ${plural(patches.length, "patch token")} from ${short(Math.min(...patches))} to ${short(Math.max(...patches))}; ${names.map((name, at) => `${name} ${short(special[at])}`).join(", ")}.`,
   },
     ...bars, s("line", { x1: 0, x2: width, y1: height - bottom, y2: height - bottom, class: "axis" }), ...marks, line,
-    s("text", { x: 4, y: height - 2, class: "tick start" }, low.toFixed(0)),
-    s("text", { x: width - 4, y: height - 2, class: "tick end" }, high.toFixed(0)),
+    s("text", { x: 4, y: height - 2, class: "tick start" }, short(low)),
+    s("text", { x: width - 4, y: height - 2, class: "tick end" }, short(high)),
   );
 }
 

@@ -2,8 +2,9 @@
 
 import { answerBars, tokensChart } from "./charts.js";
 import { costRows, settingControls } from "./controls.js";
-import { giga, h, milliseconds } from "./dom.js";
+import { h, operations } from "./dom.js";
 import { Picture, paintGlass } from "./draw.js";
+import { tokensOf } from "./grid.js";
 
 export class Compare {
   constructor(app) {
@@ -16,7 +17,7 @@ export class Compare {
 
   #side(end, title) {
     const canvas = h("canvas", { class: "painting", role: "img", id: `compare${end}` });
-    const controls = settingControls(this.app, end);
+    const controls = settingControls(this.app, end, true);
     const [answer, chart, cost] = [h("div", {}), h("div", {}), h("dl", { class: "numbers" })];
     const heading = h("h2", {}, title);
     const box = h("section", { class: "card", "aria-label": title }, heading, h("div", { class: "stage" }, canvas), controls, answer, chart, cost);
@@ -44,7 +45,7 @@ export class Compare {
     const ask = async (one) => app.kept("result", { setting: one }, end) ?? (await app.ask("result", { setting: one }, end));
     const result = await ask(setting);
     const plain = await ask({ method: "tome", by: "r", value: 0, schedule: "constant" });
-    const picture = String(info.grid) === String(app.info.grid) ? app.picture : await this.#pictureFor(info.grid);
+    const picture = info === app.info ? app.picture : await this.#pictureFor(info);
     if (turn !== this.turn) return result;
     document.getElementById("alert").hidden = true;
     heading.textContent = app.models.length > 1 ? `${title}: ${info.name}` : title;
@@ -52,16 +53,16 @@ export class Compare {
     canvas.setAttribute("aria-label", `${title}: ${new Set(result.groups.at(-1)).size} groups, ${describe(setting)}.`);
     canvas.dataset.shown = JSON.stringify(setting);
     answer.replaceChildren(result.heads.length ? answerBars(plain.heads[0].top, result.heads[0].top) : "");
-    chart.replaceChildren(tokensChart(result.tokens, info.special.length + info.grid[0] * info.grid[1], -1));
-    cost.replaceChildren(...costRows(result, info, milliseconds, giga).flatMap(([what, value, note]) => [
+    chart.replaceChildren(tokensChart(result.tokens, tokensOf(info), -1));
+    cost.replaceChildren(...costRows(result, info).flatMap(([what, value, note]) => [
       h("dt", {}, what), h("dd", {}, h("b", {}, value), note && h("span", { class: "soft" }, ` ${note}`))]));
     return { ...result, picture };
   }
 
-  async #pictureFor(grid) {
+  async #pictureFor(info) {
     const { app } = this;
-    const key = `${app.image} ${grid}`;
-    if (this.pictureKey !== key) [this.pictureKey, this.second] = [key, await Picture.load(await app.backend.preview(app.image), grid)];
+    const key = `${app.image} ${info.name}`;
+    if (this.pictureKey !== key) [this.pictureKey, this.second] = [key, await Picture.load(await app.backend.preview(app.image, info.name), info)];
     return this.second;
   }
 
@@ -69,14 +70,15 @@ export class Compare {
     this.results = results.map(({ picture, ...result }) => result);
     const [left, right] = results;
     const [first, second] = results.map((result) => result.groups.at(-1));
+    const grids = ["", "2"].map((end) => String(this.app.infos.get(this.app.state[`model${end}`]).grid));
     const parts = [`Left ${left.tokens.at(-1)} tokens, right ${right.tokens.at(-1)}`];
-    parts.push(`${giga(left.flops.after)} G against ${giga(right.flops.after)} G multiply-adds`);
+    parts.push(`${operations(left.flops.after)} against ${operations(right.flops.after)} multiply-adds`);
     if (left.heads.length && right.heads.length) {
       const [one, other] = results.map((result) => result.heads[0].top[0].class);
       parts.push(one === other ? `both answer ${one}` : `left answers ${one}, right ${other}`);
     }
-    if (first.length === second.length) {
-      const apart = borders(first, second, this.app.info.grid[1]);
+    if (grids[0] === grids[1]) {
+      const apart = borders(first, second, this.app.picture);
       parts.push(`${apart.differ} of ${apart.all} borders between patches differ`);
     }
     this.summary.textContent = `${parts.join("; ")}.`;
@@ -87,11 +89,11 @@ const describe = ({ method, by, value, schedule }) =>
   by ? `${method}, ${by === "r" ? `r ${value}` : `${Math.round(100 * value)} % kept`}, ${schedule}` : method;
 
 /** Count the borders between neighboring patches that are there in one grouping and not in the other. */
-function borders(first, second, columns) {
+function borders(first, second, picture) {
   let [differ, all] = [0, 0];
   first.forEach((_, patch) => {
-    for (const next of [(patch + 1) % columns ? patch + 1 : -1, patch + columns]) {
-      if (next < 0 || next >= first.length) continue;
+    for (const next of [picture.beside(patch, 0, 1), picture.beside(patch, 1, 0)]) {
+      if (next < 0) continue;
       all++;
       if ((first[patch] === first[next]) !== (second[patch] === second[next])) differ++;
     }

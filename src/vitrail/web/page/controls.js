@@ -1,9 +1,10 @@
 // The controls of one setting: how much merges, by which method, with which schedule.
 
-import { choice, fillChoice, h, pills, plural, slider } from "./dom.js";
+import { tokensOf } from "./grid.js";
+import { choice, fillChoice, h, milliseconds, operations, pills, slider } from "./dom.js";
 
-/** Build the controls of a setting; `end` is "2" for the second one of a comparison. */
-export function settingControls(app, end = "") {
+/** Build the controls of a setting; `end` is "2" for the second one of a comparison, `withModel` offers several models. */
+export function settingControls(app, end = "", withModel = false) {
   const { state } = app;
   const name = (key) => `${key}${end}`;
   const info = () => app.infos.get(state[name("model")]);
@@ -21,13 +22,12 @@ export function settingControls(app, end = "") {
   const method = choice("Method", [], "", (value) => app.update({ [name("method")]: value }), { id: `method${end}` });
   const schedule = choice("Schedule", [], "", (value) => app.update({ [name("schedule")]: value }), { id: `schedule${end}` });
   const about = h("p", { class: "soft about" });
-  const models = app.models.length > 1 && end
-    ? choice("Model", app.models.map((one) => [one, one]), state[name("model")], (value) => app.chooseModel(value, end))
-    : null;
+  const models = withModel && app.models.length > 1 ? choice("Model", [], "", (value) => app.chooseModel(value, end)) : null;
   const box = h("div", { class: "setting" }, models, amount, by, h("div", { class: "row" }, method, schedule), about);
   return Object.assign(box, {
     show() {
       const own = info();
+      if (models) fillChoice(models.querySelector("select"), app.peers().map((one) => [one, one]), own.name);
       const chosen = own.methods.find((one) => one.name === state[name("method")]);
       amount.move(plan().values.indexOf(state[name("value")]), plan().values.length - 1);
       amount.input.disabled = !chosen.amount;
@@ -43,23 +43,25 @@ export function settingControls(app, end = "") {
 }
 
 /** Describe a result's cost in words and numbers: [what, value, compared]. */
-export function costRows(result, info, milliseconds, giga) {
-  const start = info.special.length + info.grid[0] * info.grid[1];
+export function costRows(result, info) {
   const { before, after } = result.flops;
   const saved = Math.round(100 * (1 - after / before));
   return [
-    ["Tokens at the end", `${result.tokens.at(-1)} of ${start}`, ""],
-    ["Multiply-adds", `${giga(after)} G`, saved ? `${saved} % fewer than ${giga(before)} G` : "as without merging"],
-    ["Time of one image", milliseconds(result.seconds), "the faster of two passes"],
+    ["Tokens at the end", `${result.tokens.at(-1)} of ${tokensOf(info)}`, ""],
+    ["Multiply-adds", operations(after), saved ? `${saved} % fewer than ${operations(before)}` : "as without merging"],
+    [`Time of one ${{ video: "clip", audio: "sound" }[info.modality] ?? "image"}`, milliseconds(result.seconds), "the faster of two passes"],
     ["Cosine with the unmerged output", result.cosine === null ? "–" : result.cosine.toFixed(4), ""],
   ];
 }
 
-export const describeGroup = (result, layer, patch, columns) => {
-  const group = result.groups[layer][patch];
-  const count = result.groups[layer].filter((one) => one === group).length;
-  const born = result.groups.findIndex((groups) => groups.filter((one) => one === groups[patch]).length > 1);
-  const place = `row ${Math.floor(patch / columns)}, column ${patch % columns}`;
-  if (count === 1) return `Patch in ${place}: a token of its own behind layer ${layer}.`;
-  return `Patch in ${place}: one of a group of ${plural(count, "patch").replace("patchs", "patches")} behind layer ${layer}; it first merged in layer ${born}.`;
-};
+/** Describe the group of a patch behind a layer. */
+export function describeGroup(result, layer, patch, picture) {
+  const groups = result.groups[layer];
+  const members = [...groups.keys()].filter((other) => groups[other] === groups[patch]);
+  const place = `Patch in ${picture.nameOf(patch)}`;
+  if (members.length === 1) return `${place}: a token of its own behind layer ${layer}.`;
+  const born = result.groups.findIndex((one) => members.some((other) => other !== patch && one[other] === one[patch]));
+  const frames = new Set(members.map((member) => picture.place(member)[0])).size;
+  const through = frames > 1 ? ` in ${frames} frames` : "";
+  return `${place}: one of a group of ${members.length} patches${through} behind layer ${layer}; it first merged in layer ${born}.`;
+}

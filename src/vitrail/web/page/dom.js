@@ -8,6 +8,11 @@ export function h(tag, props = {}, ...children) {
   return made;
 }
 
+/** Replace the children of an element; null stands for none. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.filter((child) => child !== null));
+}
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Return an SVG element. */
@@ -120,6 +125,8 @@ export function saveBlob(blob, name) {
 }
 
 export const percent = (share) => `${(100 * share).toFixed(share > 0.999 || share < 0.001 ? 2 : 1)} %`;
-export const giga = (count) => (count / 1e9).toFixed(count < 1e10 ? 2 : 1);
+/** Return a number with three digits, or all those in front of the point. */
+export const short = (value) => (value >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
+export const operations = (count) => (count < 1e8 ? `${short(count / 1e6)} M` : `${short(count / 1e9)} G`);
 export const milliseconds = (seconds) => `${(seconds * 1e3).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
 export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;

@@ -2,16 +2,17 @@
 
 import { answerBars, normsChart, tokensChart } from "./charts.js";
 import { costRows, describeGroup, settingControls } from "./controls.js";
-import { card, choice, fillChoice, giga, h, milliseconds, pills, slider } from "./dom.js";
+import { card, choice, fill, fillChoice, h, pills, short, slider } from "./dom.js";
+import { tokensOf } from "./grid.js";
 import { fit, outline, paintColors, paintGlass, paintImage, paintLeads, paintMap, range } from "./draw.js";
 
 const PAINTS = [
-  ["glass", "Stained glass"], ["image", "Image"], ["attention", "Attention"], ["similar", "Nearest patches"],
+  ["glass", "Stained glass"], ["image", "Original"], ["attention", "Attention"], ["similar", "Nearest patches"],
   ["norms", "Norms"], ["pca", "PCA"],
 ];
 const LEGENDS = {
   glass: "One pane for each token that is left, in the mean color of its patches.",
-  image: "The image, with a line between groups.",
+  image: "What the model sees, with a line between groups.",
   attention: "What the selected token attends to, from nothing (ink) to its largest weight on a patch (cream).",
   similar: "Cosine of the selected token's features with every patch's; the eight nearest are framed.",
   norms: "Norm of each patch's token, from the smallest (ink) to the largest (cream).",
@@ -37,11 +38,12 @@ export class Explore {
     this.paint = pills("What is painted", PAINTS, state.paint, (paint) => app.update({ paint }));
     this.controls = settingControls(app);
     this.layer = slider("Layer", info.layers - 1, state.layer, (at) => `${at} (0 to ${app.info.layers - 1})`, (layer) => app.update({ layer }), { id: "layer" });
-    this.head = choice("Head", [], "", (head) => app.update({ head }), { id: "head" });
+    this.head = slider("Head", info.heads, 0, (at) => (at ? `${at - 1} (0 to ${app.info.heads - 1})` : "mean of all"), (at) => app.update({ head: at ? String(at - 1) : "mean" }), { id: "head" });
     this.token = choice("Token", [], "", (query) => app.update({ query: Number(query) }), { id: "token" });
     const stage = h("div", { class: "stage-box" },
       this.paint, h("div", { class: "stage" }, this.canvas, this.overlay), this.legend, this.controls,
-      h("div", { class: "setting" }, this.layer, h("div", { class: "row" }, this.token, this.head)), this.patch,
+      h("div", { class: "setting" }, h("div", { class: "row" }, this.layer, this.head), this.token), this.patch,
+      h("div", { id: "player", hidden: true }),
     );
 
     this.answers = h("div", {});
@@ -53,19 +55,18 @@ export class Explore {
     this.norms = h("div", {});
     this.verdict = h("p", { class: "soft" });
     this.registers = h("div", {});
-    const cards = h("div", { class: "cards" },
+    const right = h("div", { class: "cards" },
       this.answersCard,
       card("Tokens and cost", h("p", { class: "soft" }, "Tokens behind each layer; the line is the unmerged model."), this.chart, this.cost),
       card("Special tokens side by side", h("p", { class: "soft" }, "What each attends to in this layer. Choose one to see it large."), this.tokens, this.alike),
-    );
-    const below = h("div", { class: "pair" },
-      card("Norms of the tokens", this.norms, this.verdict),
       info.views.includes("registers")
         ? card("Test-time registers", h("p", { class: "soft" }, "Moves the neurons of high-norm patches onto an appended token, without training."),
-            h("button", { type: "button", id: "try-registers", onclick: () => this.#tryRegisters() }, "Try on this image"), this.registers)
+            h("button", { type: "button", id: "try-registers", onclick: () => this.#tryRegisters() }, "Try it here"), this.registers)
         : card("Test-time registers", h("p", { class: "soft" }, "This page runs in your browser and cannot change the model. Run vitrail web on your own machine for them.")),
     );
-    document.getElementById("panel-explore").append(h("div", { class: "two" }, stage, cards), below);
+    const left = h("div", { class: "cards" }, stage, card("Norms of the tokens", this.norms, this.verdict));
+    left.lastChild.classList.add("norms");
+    document.getElementById("panel-explore").append(h("div", { class: "two" }, left, right));
   }
 
   data() {
@@ -81,11 +82,11 @@ export class Explore {
     this.layer.move(state.layer, info.layers - 1);
     this.paint.mark(state.paint);
     this.legend.textContent = LEGENDS[state.paint];
-    fillChoice(this.head.querySelector("select"), [["mean", "mean of all"], ...Array.from({ length: info.heads }, (_, at) => [String(at), String(at)])], state.head);
+    this.head.move(state.head === "mean" ? 0 : Number(state.head) + 1, info.heads);
     const special = info.special.length;
     const tokens = info.special.map((one, at) => [String(at), one.name]);
     const patch = state.query - special;
-    if (patch >= 0) tokens.push([String(state.query), `patch ${Math.floor(patch / info.grid[1])}, ${patch % info.grid[1]}`]);
+    if (patch >= 0) tokens.push([String(state.query), `patch ${app.picture.place(patch).slice(info.grid[0] > 1 ? 0 : 1).join(", ")}`]);
     fillChoice(this.token.querySelector("select"), tokens, String(state.query));
 
     const result = app.kept("result", { setting: app.setting() });
@@ -107,9 +108,9 @@ export class Explore {
     document.getElementById("alert").hidden = true;
     this.#paintGroups(result, turn);
     this.#writeAnswer(result);
-    this.chart.replaceChildren(tokensChart(result.tokens, app.info.special.length + app.info.grid[0] * app.info.grid[1], app.state.layer));
+    this.chart.replaceChildren(tokensChart(result.tokens, tokensOf(app.info), app.state.layer));
     this.cost.replaceChildren(
-      ...costRows(result, app.info, milliseconds, giga).flatMap(([what, value, note]) => [
+      ...costRows(result, app.info).flatMap(([what, value, note]) => [
         h("dt", {}, what), h("dd", {}, h("b", {}, value), note && h("span", { class: "soft" }, ` ${note}`)),
       ]),
     );
@@ -133,7 +134,7 @@ export class Explore {
     this.canvas.dataset.shown = JSON.stringify([state.paint, app.setting(), state.layer]);
     const left = new Set(groups).size;
     this.overlay.setAttribute("aria-label",
-      `${app.name}: ${LEGENDS[state.paint]} ${groups.length} patches in ${left} groups behind layer ${state.layer}. Arrow keys move from patch to patch.`);
+      `${app.name}: ${LEGENDS[state.paint]} ${groups.length} patches in ${left} groups behind layer ${state.layer}. Arrow keys move from patch to patch${info.grid[0] > 1 ? ", page keys from frame to frame" : ""}.`);
     this.#paintOverlay();
     this.#describe(state.query - info.special.length);
   }
@@ -177,7 +178,7 @@ export class Explore {
     context.clearRect(0, 0, picture.width, picture.height);
     const groups = this.result?.groups[state.layer];
     const selected = state.query - info.special.length;
-    const lit = this.hovered ?? (selected >= 0 ? selected : null);
+    const lit = this.hovered ?? (selected >= 0 && state.query > 0 ? selected : null); // 0 is where a page starts
     if (groups && lit !== null) {
       const inside = (patch) => groups[patch] === groups[lit];
       if (state.paint === "glass" || state.paint === "image") {
@@ -186,7 +187,7 @@ export class Explore {
       }
       outline(context, picture, inside, "#fff7e0", 3.5);
     }
-    if (selected >= 0) outline(context, picture, (patch) => patch === selected, "#f0b35a", 4);
+    if (selected >= 0 && state.query > 0) outline(context, picture, (patch) => patch === selected, "#f0b35a", 4);
   }
 
   #patchOf(event) {
@@ -209,24 +210,25 @@ export class Explore {
   }
 
   #move(event) {
-    const { state, info } = this.app;
-    const [rows, columns] = info.grid;
+    const { state, info, picture } = this.app;
+    const [steps, rows, columns] = info.grid;
     const special = info.special.length;
     if (event.key === "Escape") return this.app.update({ query: 0 });
     const move = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
-    if (!move) return;
+    const through = { PageDown: 1, PageUp: -1 }[event.key];
+    if (!move && !(through && steps > 1)) return;
     event.preventDefault();
-    const now = state.query < special ? Math.floor(rows / 2) * columns + Math.floor(columns / 2) : state.query - special;
-    const row = Math.min(rows - 1, Math.max(0, Math.floor(now / columns) + (state.query < special ? 0 : move[0])));
-    const column = Math.min(columns - 1, Math.max(0, (now % columns) + (state.query < special ? 0 : move[1])));
-    this.app.update({ query: special + row * columns + column });
+    if (state.query < special) return this.app.update({ query: special + Math.floor(rows / 2) * columns + Math.floor(columns / 2) });
+    const now = state.query - special;
+    const next = move ? picture.beside(now, ...move) : now + through * rows * columns;
+    if (next >= 0 && next < picture.patches) this.app.update({ query: special + next });
   }
 
   #describe(patch) {
     const { state, info } = this.app;
     if (!this.result) return;
     this.patch.textContent = patch >= 0
-      ? describeGroup(this.result, state.layer, patch, info.grid[1])
+      ? describeGroup(this.result, state.layer, patch, this.app.picture)
       : "Point at a patch to see its group; click it, or use the arrow keys, to select it.";
   }
 
@@ -246,7 +248,7 @@ export class Explore {
     const was = before.heads[0].top[0];
     const now = main.top[0];
     const same = was.class === now.class;
-    this.answers.replaceChildren(
+    fill(this.answers,
       h("p", { class: same ? "verdict" : "verdict changed" },
         same ? `Still ${now.class}` : `${was.class} became ${now.class}`,
         h("span", { class: "soft" }, same ? ` ${change(was.probability, now.probability)}` : ` merging changed the answer`)),
@@ -271,7 +273,7 @@ export class Explore {
     this.norms.replaceChildren(normsChart(patches, answer.norms.slice(0, special), info.special.map((one) => one.name), threshold));
     const above = threshold === null ? 0 : patches.filter((norm) => norm > threshold).length;
     this.verdict.textContent =
-      `Triangles are special tokens. Detector, on ${images} sample images, layer ${state.layer}: ${{ artifacts: "artifact tokens", none: "no artifact tokens", uncertain: "uncertain" }[verdict]} (${reason}).` +
+      `Triangles are special tokens. Detector, on ${images} samples, layer ${state.layer}: ${{ artifacts: "artifact tokens", none: "no artifact tokens", uncertain: "uncertain" }[verdict]} (${reason}).` +
       (threshold === null ? "" : ` ${above} of ${patches.length} patches here are above the threshold.`);
 
     const rows = await Promise.all(info.special.map((_, query) => app.ask("attention", { ...given, query })));
@@ -321,12 +323,12 @@ export class Explore {
       const map = (values, text) => {
         const canvas = h("canvas", { "aria-hidden": "true" });
         paintMap(canvas, app.picture, values, low, high);
-        return h("figure", { class: "map" }, canvas, h("figcaption", {}, `${text}: largest norm ${Math.max(...values).toFixed(0)}`));
+        return h("figure", { class: "map" }, canvas, h("figcaption", {}, `${text}: largest norm ${short(Math.max(...values))}`));
       };
       const count = Object.values(answer.neurons).flat().length;
       this.registers.replaceChildren(
-        h("div", { class: "small-maps" }, map(answer.before, "without"), map(answer.after, "with a register")),
-        h("p", { class: "soft" }, `${count} neurons moved, of layers ${Object.keys(answer.neurons).join(", ")}; the register's norm behind layer ${answer.layer} is ${answer.register.map((norm) => norm.toFixed(0)).join(", ")}. Unmerged model, special tokens not shown (${special}).`),
+        h("div", { class: "small-maps wide" }, map(answer.before, "without"), map(answer.after, "with a register")),
+        h("p", { class: "soft" }, `${count} neurons moved, of layers ${Object.keys(answer.neurons).join(", ")}; the register's norm behind layer ${answer.layer} is ${answer.register.map((norm) => short(norm)).join(", ")}. Unmerged model, special tokens not shown (${special}).`),
       );
     } catch (error) {
       this.registers.replaceChildren(h("p", { class: "note", role: "status" }, error.message));
@@ -343,7 +345,7 @@ function headRow({ rows }, head) {
 /** Say which classes there are: a model answers one of them, whatever the image shows. */
 const knows = (questions) =>
   questions
-    .map(({ classes }) => `Whatever an image shows, the answer is one of ${classes.length} classes${classes.length > 12 ? "" : `: ${classes.join(", ")}`}.`)
+    .map(({ classes }) => `Whatever is shown, the answer is one of ${classes.length} classes${classes.length > 12 ? "" : `: ${classes.join(", ")}`}.`)
     .join(" ");
 
 const change = (before, now) => {

@@ -6,7 +6,7 @@ const PREVIEW = 1024;
 
 /** Return RGBA pixels of a file, at full size and as a small image to draw. */
 export async function decode(file) {
-  if (file.size > MAX_UPLOAD) throw new Error(`the upload has more than ${MAX_UPLOAD / 2 ** 20} MiB; scale the image down`);
+  if (file.size > MAX_UPLOAD) throw new Error(`the upload has more than ${MAX_UPLOAD / 2 ** 20} MiB; scale it down`);
   const [stated, height] = statedSize(new Uint8Array(await file.slice(0, 64).arrayBuffer()));
   if (stated * height > MAX_PIXELS) throw tooLarge(stated, height);
   let bitmap;

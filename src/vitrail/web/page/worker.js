@@ -53,7 +53,7 @@ const images = new Map();
 const calls = {
   async models() {
     const { info, samples } = await open();
-    return { models: [info.name], samples };
+    return { models: [{ name: info.name, modality: info.modality }], samples };
   },
 
   async describe() {
@@ -66,11 +66,10 @@ const calls = {
     const key = Array.from(hash, (byte) => byte.toString(16).padStart(2, "0")).join("");
     if (!images.has(key)) {
       const { pixels, width, height, preview } = await decode(file);
-      images.set(key, { width, height, preview, input: toInput({ pixels, width, height }, info.input) });
+      images.set(key, { preview, input: toInput({ pixels, width, height }, info.input) });
       if (images.size > IMAGES) images.delete(images.keys().next().value);
     }
-    const { width, height, preview } = images.get(key);
-    return { image: key, width, height, preview };
+    return { image: key, preview: images.get(key).preview };
   },
 };
 

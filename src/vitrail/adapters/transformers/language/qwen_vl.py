@@ -7,11 +7,9 @@ tokens merge inside their window in every block, so that each stays in one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from vitrail.adapters.forward_pass import EntryPoint, Segments, open_pass
 from vitrail.adapters.named_block import BlockNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary, axial_frequencies
 from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk, refuse_attentions
+from vitrail.adapters.windows import LayerWindows, Tile, Windows
 from vitrail.errors import UnsupportedInput, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
@@ -54,8 +53,8 @@ class PackedEntryPoint(EntryPoint):
         adapter.check_call(self, grid_thw, kwargs)
         hidden = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
         expose = bool(hidden) or frozenset(adapter.read_layers(self))
-        sizes = adapter.window_sizes(self)
-        together = frozenset(layer for layer, size in enumerate(sizes) if size is None and any(sizes))
+        windows = enumerate(adapter.layer_windows(self))
+        together = frozenset(layer for layer, one in windows if one.windows.size is None)
         with open_pass(self, adapter.layout(self), expose=expose, gridded=True, segments=segments, together=together):
             return super().forward(hidden_states, grid_thw, *args, **kwargs)  # type: ignore[misc]
 
@@ -120,16 +119,10 @@ class PackedTrunk(TransformersTrunk):
 
     def segments(self, trunk: Any, patches: Tensor, grids: Tensor) -> tuple[Segments, ...]:
         """Return the frames of all images and videos, those of one size as one batch."""
-        starts: dict[tuple[int, int], list[int]] = {}
-        start = 0
-        for frames, height, width in grids.tolist():
-            own = starts.setdefault((height, width), [])
-            own += range(start, start + frames * height * width, height * width)
-            start += frames * height * width
         found = []
-        for (height, width), own in starts.items():
+        for (height, width), starts in _frames(grids).items():
             order = cell_order(height, width, trunk.config.spatial_merge_size)
-            places = (torch.tensor(own).unsqueeze(1) + order).to(patches.device)
+            places = (torch.tensor([*starts.values()]).unsqueeze(1) + order).to(patches.device)
             layout = TokenLayout.of(grid=(1, height, width))
             images = partial(_images, patches, places, trunk.config, (height, width))
             found.append(Segments(layout, places, self.position(trunk, layout.grid), images))
@@ -146,98 +139,83 @@ class PackedTrunk(TransformersTrunk):
         return found
 
 
-class WindowedTrunk(PackedTrunk):
+class Qwen25Trunk(PackedTrunk):
     """Qwen2.5-VL's tower: windows of whole cells in most blocks, RMS norms and SwiGLU."""
 
     block_classes: Mapping[type | str, BlockAdapter] = {
         f"{MODELS}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionBlock": NamedBlock(_BLOCK),
     }
 
-    def window_side(self, trunk: Any) -> int:
-        """Return how many patches a side of a window has: a whole number of cells."""
-        cells: int = trunk.window_size // trunk.spatial_merge_size // trunk.patch_size
-        return cells * trunk.spatial_merge_size
+    def windows(self, trunk: Any) -> Windows:
+        """Return the windows, whose sides are a whole number of cells."""
+        side = trunk.window_size // trunk.spatial_merge_size // trunk.patch_size * trunk.spatial_merge_size
+        return Windows((side, side))
 
     def own_size(self, trunk: Any) -> tuple[int, ...]:
         """Return a typical size of whole windows."""
-        side = self.window_side(trunk)
+        (side, _), _ = self.windows(trunk).on((0, 0))
         pixels = max(1, 32 // side) * side * trunk.config.patch_size
         return pixels, pixels
 
-    def window_sizes(self, trunk: Any) -> Sequence[int | None]:
-        full, side = set(trunk.fullatt_block_indexes), self.window_side(trunk)
-        return [None if layer in full else side**2 for layer in range(len(trunk.blocks))]
-
-    def windows(self, trunk: Any, layout: TokenLayout) -> Sequence[tuple[TokenLayout, int]]:
-        side = self.window_side(trunk)
-        sizes = Counter((height, width) for _, _, height, width in _window_places(layout.grid[1:], side))
-        return [(layout.with_grid((1, *size)), count) for size, count in sizes.items()]
+    def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
+        full, windows = set(trunk.fullatt_block_indexes), self.windows(trunk)
+        return tuple(LayerWindows(1, Windows() if layer in full else windows) for layer in range(len(trunk.blocks)))
 
     def segments(self, trunk: Any, patches: Tensor, grids: Tensor) -> tuple[Segments, ...]:
         """Return the windows of all frames, those of one size in images of one size as one batch."""
-        cell, side, start, frame = trunk.config.spatial_merge_size, self.window_side(trunk), 0, 0
-        found: dict[tuple[tuple[int, int], tuple[int, int]], list[tuple[int, int, tuple[int, int, int]]]] = {}
-        for frames, height, width in grids.tolist():
-            for _ in range(frames):
-                first = start  # of the frame
-                for top, left, *size in _window_places((height, width), side):
-                    own = found.setdefault(((height, width), (size[0], size[1])), [])
-                    own.append((frame, start, (first, top, left)))
-                    start += size[0] * size[1]
-                frame += 1
+        windows = self.windows(trunk)
         return tuple(
-            self._batch(trunk, patches, grid, size, windows, cell_order(*size, cell))
-            for (grid, size), windows in found.items()
+            self._batch(trunk, patches, tile, starts)
+            for grid, starts in _frames(grids).items()
+            for tile in windows.tiles(grid)
         )
 
-    def _batch(
-        self,
-        trunk: Any,
-        patches: Tensor,
-        grid: tuple[int, int],
-        size: tuple[int, int],
-        windows: list[tuple[int, int, tuple[int, int, int]]],
-        order: Tensor,
-    ) -> Segments:
-        """Return windows of one size: each has its frame, its place in the sequence, and its place in the frame."""
-        device, whole = patches.device, TokenLayout.of(grid=(1, *grid))
+    def _batch(self, trunk: Any, patches: Tensor, tile: Tile, frames: Mapping[int, int]) -> Segments:
+        """Return the windows of one shape in frames of one size."""
+        whole, cell = TokenLayout.of(grid=(1, *tile.grid)), trunk.config.spatial_merge_size
         rotary = self.position(trunk, whole.grid)
         assert isinstance(rotary, Rotary)
         assert rotary.positions is not None
-        rows, columns = (torch.arange(steps) for steps in size)
-        inside = [((top + rows).unsqueeze(1) * grid[1] + left + columns).flatten() for _, _, (_, top, left) in windows]
-        in_frame = torch.stack(inside)
-        places = (torch.tensor([start for _, start, _ in windows]).unsqueeze(1) + order).to(device)
+        in_frame, starts = tile.places(torch.device("cpu")), torch.tensor([*frames.values()])
+        begins = (starts.unsqueeze(1) + _window_starts(tile)).flatten()
         # the images are in the order of cells of the whole frame
-        unordered = cell_order(*grid, trunk.config.spatial_merge_size)[in_frame]
-        pixels = (torch.tensor([first for _, _, (first, _, _) in windows]).unsqueeze(1) + unordered).to(device)
+        pixels = starts.view(-1, 1, 1) + cell_order(*tile.grid, cell)[in_frame]
         return Segments(
-            TokenLayout.of(grid=(1, *size)),
-            places,
-            replace(rotary, positions=rotary.positions[in_frame.to(rotary.positions.device)]),
-            partial(_images, patches, pixels, trunk.config, size),
+            TokenLayout.of(grid=(1, *tile.shape)),
+            (begins.unsqueeze(1) + cell_order(*tile.shape, cell)).to(patches.device),
+            replace(rotary, positions=rotary.positions[in_frame.to(rotary.positions.device)].repeat(len(frames), 1, 1)),
+            partial(_images, patches, pixels.flatten(0, 1).to(patches.device), trunk.config, tile.shape),
             whole,
-            tuple(frame for frame, _, _ in windows),
+            tuple(frame for frame in frames for _ in range(tile.count)),
         )
 
     def check_call(self, trunk: Any, grids: Tensor, call: Mapping[str, Any]) -> None:
-        lengths, side = call.get("cu_window_seqlens"), self.window_side(trunk)
+        lengths, found = call.get("cu_window_seqlens"), self.boundaries(grids)[-1:]
         if lengths is None:
             return
-        found = [0]
-        for frames, height, width in grids.tolist():
-            sizes = [rows * columns for _, _, rows, columns in _window_places((height, width), side)]
-            for size in sizes * frames:
-                found.append(found[-1] + size)
-        if lengths.tolist() != found:
+        for grid, starts in _frames(grids).items():
+            for tile in self.windows(trunk).tiles(grid):
+                found += [start + own for start in starts.values() for own in _window_starts(tile).tolist()]
+        if lengths.tolist() != sorted(found):
             raise UnsupportedInput("cu_window_seqlens does not agree with grid_thw and the model's windows")
 
 
-def _window_places(grid: tuple[int, ...], side: int) -> list[tuple[int, int, int, int]]:
-    """Return top, left, height and width of each window of a grid, row by row; those at the far edges are smaller."""
-    height, width = grid
-    corners = product(range(0, height, side), range(0, width, side))
-    return [(top, left, min(side, height - top), min(side, width - left)) for top, left in corners]
+def _frames(grids: Tensor) -> dict[tuple[int, int], dict[int, int]]:
+    """Return, for each size of frame, the index of each such frame and where its tokens start."""
+    found: dict[tuple[int, int], dict[int, int]] = {}
+    index = start = 0
+    for frames, height, width in grids.tolist():
+        for _ in range(frames):
+            found.setdefault((height, width), {})[index] = start
+            index, start = index + 1, start + height * width
+    return found
+
+
+def _window_starts(tile: Tile) -> Tensor:
+    """Return where each window's tokens start among those of its frame, which come window by window, row by row."""
+    first = tile.places(torch.device("cpu"))[:, 0]
+    top, left = first // tile.grid[1], first % tile.grid[1]
+    return top * tile.grid[1] + tile.shape[0] * left
 
 
 def cell_order(height: int, width: int, side: int) -> Tensor:
@@ -261,7 +239,7 @@ class Qwen3Trunk(PackedTrunk):
 
 
 TRUNKS: dict[str, TrunkAdapter] = {
-    f"{MODELS}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": WindowedTrunk(),
+    f"{MODELS}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": Qwen25Trunk(),
     f"{MODELS}.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": PackedTrunk(),
     f"{MODELS}.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel": Qwen3Trunk(),
     f"{MODELS}.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel": Qwen3Trunk(),

@@ -10,16 +10,8 @@ from torch import nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter, known_block
 from vitrail.adapters.named_block import BlockNames
-from vitrail.adapters.position import Position
 from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk
-from vitrail.adapters.windows import (
-    DecomposedBias,
-    LayerWindows,
-    Tile,
-    WindowedNamedBlock,
-    WindowedTrunk,
-    Windows,
-)
+from vitrail.adapters.windows import DecomposedNamedBlock, LayerWindows, WindowedTrunk, Windows
 from vitrail.tokens import TokenLayout
 
 _MODULE = f"{MODELS}.sam.modeling_sam"
@@ -39,31 +31,11 @@ DECODER = ("prompt_encoder", "mask_decoder", "shared_image_embedding")
 """Attributes of the parts of a model that run for prompts, not for images."""
 
 
-class SamBlock(WindowedNamedBlock):
+class SamBlock(DecomposedNamedBlock):
     """A block of SAM's image encoder."""
-
-    biased = True
 
     def windows(self, block: Any) -> Windows:
         return Windows((block.window_size, block.window_size) if block.window_size else None)
-
-    def window_position(self, block: Any, tile: Tile) -> Position | None:
-        attention = block.attn
-        if not attention.use_rel_pos:
-            return None
-        rows, columns = tile.window
-        return DecomposedBias(
-            tile,
-            attention.get_rel_pos(rows, rows, attention.rel_pos_h),
-            attention.get_rel_pos(columns, columns, attention.rel_pos_w),
-        )
-
-    def row_weights(self, block: Any) -> int:
-        heads, width = self.head_shape(block)
-        return heads * width if block.attn.use_rel_pos else 0
-
-    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.attn.qkv, block.attn.proj)
 
     def attention_dropout(self, block: Any) -> float:
         # the fused attention of transformers leaves dropout out

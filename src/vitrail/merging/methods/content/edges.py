@@ -14,13 +14,11 @@ from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
+from vitrail.merging.methods._groups import grid_places, work_dtype
 from vitrail.merging.pixels import channels_first, pixels_by_patch
 
 EDGES = "vitrail_edges"
 """Name of the guide, and of the archive's entry, that holds the edge map."""
-
-PLACES = "vitrail_places"
-"""Name of the memory that holds the (row, column) of each token, the mean of its members'."""
 
 
 @register_method("edges")
@@ -67,7 +65,8 @@ class Edges(Method):
     @torch.no_grad()
     def reduce(self, context: Context, r: int | Tensor) -> Reduction:
         features = compute_features(context, self.features)
-        edges, places, archive, memory = self._edges_and_places(context)
+        edges, archive = self._edges(context)
+        places, memory = grid_places(context)
         with torch.autocast(features.device.type, enabled=False):
             features = features.to(torch.promote_types(features.dtype, torch.float32))
             blocked = blocked_mask(context.protected, context.present, features.shape[1], features.device)
@@ -76,10 +75,10 @@ class Edges(Method):
         step = context.match_scores(scores, r)
         return Reduction(step, memory=memory, archive=archive)
 
-    def _edges_and_places(self, context: Context) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Return the edge map (B, h, w), the places (B, N, 2), and new entries of archive and memory."""
-        if PLACES in context.memory:
-            return context.archive[EDGES], context.memory[PLACES], {}, {}
+    def _edges(self, context: Context) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the edge map (B, h, w) of the pass, and the archive's new entry."""
+        if EDGES in context.archive:
+            return context.archive[EDGES], {}
         name = EDGES if self.boundary == "input" else self.boundary
         if name not in context.guide:
             raise InvalidOption(
@@ -88,17 +87,10 @@ class Edges(Method):
         t, h, w = context.grid
         values = context.guide[name]
         special = values.shape[1] - t * h * w
-        values = values[:, special:].to(torch.promote_types(values.dtype, torch.float32)).nan_to_num(0.0).clamp(min=0)
+        values = values[:, special:].to(work_dtype(values)).nan_to_num(0.0).clamp(min=0)
         values = values / values.amax(1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
         edges = values.view(-1, t, h, w).amax(1)
-        rows, columns = torch.meshgrid(
-            torch.arange(h, device=values.device, dtype=values.dtype),
-            torch.arange(w, device=values.device, dtype=values.dtype),
-            indexing="ij",
-        )
-        grid = torch.stack([rows, columns], -1).flatten(0, 1).repeat(t, 1)
-        places = F.pad(grid, (0, 0, special, 0)).expand(len(values), -1, -1)
-        return edges, places, {EDGES: edges}, {PLACES: places}
+        return edges, {EDGES: edges}
 
 
 def edge_map(inputs: Tensor, grid: tuple[int, int, int]) -> Tensor:

@@ -19,6 +19,7 @@ from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, Result, Summary, markdown, markdown_table, write_summary
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError
+from vitrail.surgery.saving.changes import merge_arguments
 
 COLUMNS = ("panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (
@@ -45,6 +46,7 @@ def merge(
     r: options.R = None,
     keep: options.Keep = None,
     gflops: options.Gflops = None,
+    merge: options.Merge = None,
     out: options.Folder = Path("glass"),
     schedule: options.Schedule = None,
     order: options.Order = "paper",
@@ -61,8 +63,8 @@ def merge(
     writes a summary with tokens per layer, FLOPs, and how close the merged model's output is to the unmerged
     one's.
     """
-    settings = options.merge_options(ctx.params)
     with command():
+        chosen = options.merge_options(ctx.params)
         given: dict[str, Any] = {"labels": None, "limit": limit or None}
         source = images or None
         dataset = open_dataset(source, **given)
@@ -74,6 +76,7 @@ def merge(
             dataset, readable = fitting, find_readable(fitting)
         readable.note()
         good, skipped = readable.indices, readable.skipped
+        settings = merge_arguments(chosen, loaded.model)
         with vitrail.merge(loaded.model, **settings) as merging:  # wrong options are found before anything is written
             config = merging.config
         folder = make_directory(out)

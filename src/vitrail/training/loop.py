@@ -81,7 +81,7 @@ class Loop:
         wrapped = wrap(models.learner, config, world)
         self.sharded = wrapped is models.learner and world.world_size > 1
         decay = config.weight_decay or 0.0
-        self.optimizer = make_optimizer(models.learner, config.lr or 0.0, decay, config.optimizer)
+        self.optimizer = make_optimizer(models.learner, config.lr or 0.0, decay, config.optimizer, models.rates)
         self.ema = Ema(models.model, config.ema) if config.ema else None
         self.checkpoints = Checkpoints(self.folder / CHECKPOINTS, config.keep, world)
         self.log = Log(

@@ -92,8 +92,7 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     shown = {title: own for title, own in by_optimizer.items() if own}
     with figure(folder / "accuracy.png", columns=len(shown), width=4.5 * len(shown), height=2.8) as panels:
         for axes, (title, own) in zip(panels, shown.items(), strict=True):
-            dots(axes, own, "validation accuracy, %", colors=colors)
-            axes.set_title(title)
+            dots(axes, own, "validation accuracy, %", colors=colors, title=title)
     several = {name: own for name, own in arms.items() if not name.startswith("1 ")}
     with figure(folder / "cosines.png", columns=2, width=9.0) as panels:
         for axes, key, title in zip(panels, ("parameters", "outputs"), ("parameters", "last layer"), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 COLORS = SERIES
 INK, PALE = LIGHT["soft"], LIGHT["rule"]
 """Colors of references and of what is in the background."""
+
+TITLE = 36
+"""Most characters in a line of a title that is a claim."""
 
 Groups = Mapping[str, Sequence[float]]
 Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
@@ -40,11 +44,17 @@ def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 
 
 
 def dots(
-    axes: Axes, groups: Groups, label: str, *, colors: Mapping[str, str] | None = None, spread: bool = True
+    axes: Axes,
+    groups: Groups,
+    label: str,
+    *,
+    colors: Mapping[str, str] | None = None,
+    spread: bool = True,
+    title: str = "",
 ) -> None:
     """Draw each group as one dot per value, with the mean and a band of one standard deviation to either side.
 
-    Groups are listed from top to bottom. With ``spread=False`` only the dots are drawn.
+    Groups are listed from top to bottom; the title adds which is highest. With ``spread=False`` only dots are drawn.
     """
     for position, (name, values) in enumerate(groups.items()):
         color = (colors or {}).get(name, COLORS[0])
@@ -59,6 +69,24 @@ def dots(
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
+    if spread:
+        axes.set_title(textwrap.fill(": ".join(filter(None, (title, claim(groups)))), TITLE), fontsize=9)
+
+
+def claim(groups: Groups) -> str:
+    """Return which group has the highest mean, and whether values of others reach into its own.
+
+    >>> claim({"a": [1, 2], "b": [3, 4]}), claim({"a": [1, 3.5], "b": [3, 4]})
+    ('highest: b, without overlap', 'highest on average: b; a overlaps')
+    """
+    if len(groups) < 2:
+        return ""
+    top = max(groups, key=lambda name: float(np.mean(groups[name])))
+    overlapping = [name for name, values in groups.items() if name != top and max(values) >= min(groups[top])]
+    if not overlapping:
+        return f"highest: {top}, without overlap"
+    others = f"{overlapping[0]} overlaps" if len(overlapping) == 1 else f"{len(overlapping)} others overlap"
+    return f"highest on average: {top}; {others}"
 
 
 def jitter(position: float, count: int) -> list[float]:

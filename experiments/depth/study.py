@@ -112,10 +112,9 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     colors = {name: str(style["color"]) for name, style in STYLES.items()}
     with figure(folder / "accuracy.png", columns=2, width=9.0) as (left, right):
         accuracy = {name: [100 * row["accuracy"][study.output] for row in own] for name, own in arms.items()}
-        dots(left, accuracy, "validation accuracy, %", colors=colors)
+        dots(left, accuracy, "validation accuracy, %", colors=colors, title="best settings")
         plot_search(study, arms, folder, right, colors)
-        left.set_title("best point of the search, all seeds")
-        right.set_title("all points of the search")
+        right.set_title("all points of the search", fontsize=9)
     with figure(folder / "loss.png") as (axes,):
         lines(
             axes,
@@ -126,7 +125,7 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     with figure(folder / "layers.png", columns=4, width=14.0) as panels:
         views = [(when, name) for name in ("tokens", "gradients") for when in ("start", "end")]
         for axes, (when, name) in zip(panels, views, strict=True):
-            curves = {arm: [list(enumerate(row[when][name], 1)) for row in own] for arm, own in arms.items()}
+            curves = {arm: [list(enumerate(row[when][name])) for row in own] for arm, own in arms.items()}
             lines(axes, curves, "layer", f"norm of {name}", styles=STYLES)
             axes.set(title=f"{name}, at the {when}", yscale="linear" if name == "tokens" else "log")
         legend(panels[0])

@@ -97,8 +97,8 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     with figure(folder / "trade.png", columns=2, width=11.0, height=3.8) as (left, right):
         plot_trade_off(study, rows, left, colors)
         seconds = {name: [row["epoch_seconds"] for row in own] for name, own in arms.items()}
-        dots(right, seconds, "seconds per epoch", colors=colors)
-        right.set(title="Training", xlim=(0, 1.05 * max(map(max, seconds.values()))))
+        dots(right, seconds, "seconds per epoch", colors=colors, title="Training")
+        right.set(xlim=(0, 1.05 * max(map(max, seconds.values()))))
     with figure(folder / "kinds.png", columns=len(arms), width=5.0 * len(arms), height=3.8) as panels:
         for axes, (name, own) in zip(panels, arms.items(), strict=True):
             lines(axes, {kind: [over_r(study, row, kind) for row in own] for kind in KINDS}, "r", "accuracy, %")

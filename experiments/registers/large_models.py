@@ -194,7 +194,7 @@ def plot_norms(rows: Rows, folder: Path) -> None:
             every = row["over_training"]
             over = [every[round(at)] for at in np.linspace(0, len(every) - 1, min(PLOTTED, len(every)))]
             curves = {
-                f"epoch {one['epoch']:.0f}": [[(at, x["max"] / x["50"]) for at, x in enumerate(one["layers"], 1)]]
+                f"epoch {one['epoch']:.0f}": [[(at, x["max"] / x["50"]) for at, x in enumerate(one["layers"])]]
                 for one in over
             }
             shades = {

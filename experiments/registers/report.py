@@ -85,12 +85,11 @@ def plot_norms(arms: Mapping[str, Rows], path: Path) -> None:
     """Plot the median and the highest norm by layer, and the median over training."""
     with figure(path, columns=3, width=12.0) as (first, second, third):
         by_layer = {
-            arm: [[(at, one["50"]) for at, one in enumerate(row["layers"], 1)] for row in own]
-            for arm, own in arms.items()
+            arm: [[(at, one["50"]) for at, one in enumerate(row["layers"])] for row in own] for arm, own in arms.items()
         }
         lines(first, by_layer, "layer", "median norm of patch tokens", styles=STYLES)
         ratios = {
-            arm: [[(at, one["max"] / one["50"]) for at, one in enumerate(row["layers"], 1)] for row in own]
+            arm: [[(at, one["max"] / one["50"]) for at, one in enumerate(row["layers"])] for row in own]
             for arm, own in arms.items()
         }
         lines(second, ratios, "layer", "highest norm / median norm", styles=STYLES)
@@ -152,7 +151,7 @@ def plot_treatments(arms: Mapping[str, Rows], path: Path) -> None:
             TREATMENTS[1]: [outliers_left(row, "control") for row in with_artifacts],
             **{arm: [100 * row["norms"]["outlier_share"] for row in own] for arm, own in trained.items()},
         }
-        dots(first, without_none(shares), "outliers, % of the patch tokens")
+        dots(first, without_none(shares), "high-norm tokens, % of the patch tokens")
         views: tuple[tuple[Any, Value, str], ...] = (
             (second, lambda dense: 100 * dense["keys"]["fixed"], "objects found by LOST on keys, %"),
             (third, lambda dense: 100 * dense["miou"], "segmentation (mIoU), %"),

@@ -140,5 +140,5 @@ def by_task_token(study: Study, rows: Rows, key: str) -> dict[str, list[Any]]:
 
 
 def numbered(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Pair values with layer numbers from 1."""
-    return [(float(layer), value) for layer, value in enumerate(values, 1)]
+    """Pair values with layer numbers from 0."""
+    return [(float(layer), value) for layer, value in enumerate(values)]

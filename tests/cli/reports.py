@@ -27,8 +27,11 @@ class Report:
         self.cure = {"effect": "gone", "after": {"outlier_share": 0.001}, "control": {"outlier_share": share}}
         self.verdict = f"{name} has artifact tokens."
 
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
     def to_json(self) -> str:
-        return json.dumps(vars(self)) + "\n"
+        return json.dumps(self.to_dict()) + "\n"
 
     def save(self, path: Path) -> None:
         path.write_text("<html>", encoding="utf-8")
@@ -50,6 +53,9 @@ class Comparison:
         self.reports = a, b
         self.verdict = f"{a.model['name']} against {b.model['name']}."
         self.remarks = [] if a.data == b.data else ["The reports are about different images."]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, "remarks": self.remarks}
 
     def save(self, path: Path) -> None:
         path.write_text(self.verdict, encoding="utf-8")

@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 import vitrail
 from vitrail.cli import app
+from vitrail.cli._app import COMMANDS, GROUPS
 from vitrail.cli._shared import console
 from vitrail.errors import SaturatedWarning
-
-COMMANDS = ("merge", "demo", "bench", "export", "inspect", "compare", "train", "evaluate")
 
 
 def test_version() -> None:
@@ -32,6 +31,27 @@ def test_help_of_each_command_has_examples(command: str) -> None:
     text = CliRunner().invoke(app, [command, "-h"]).stdout
     assert f"vitrail {command}" in text
     assert "Example" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_json_and_quiet(command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"]).stdout
+    assert "--json" in text
+    assert "--quiet" in text
+
+
+def test_help_groups_all_commands() -> None:
+    text = CliRunner().invoke(app, ["--help"]).stdout
+    places = [text.index(f"─ {group} ─") for group in GROUPS]
+    assert places == sorted(places)
+    assert [place for place in COMMANDS if f"│ {place} " not in text] == []
+
+
+@pytest.mark.parametrize(("words", "found"), [("vitrail insp", ["inspect"]), ("vitrail inspect --no-c", ["--no-cure"])])
+def test_a_shell_completes_commands_and_options(words: str, found: list[str]) -> None:
+    place = str(len(words.split()) - 1)
+    shell = {"_VITRAIL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+    assert CliRunner().invoke(app, [], prog_name="vitrail", env=shell).stdout.split() == found
 
 
 def test_help_starts_fast() -> None:

@@ -122,7 +122,8 @@ def test_sweep(measured: list[BenchConfig], tmp_path: Path) -> None:
     assert done.stdout.count("Speed-up 1.60") == 3
     assert done.stdout.count("Ready s:") == 1
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["8", "149", "1", "20", "12", "12.5", "1.60", "0.96"] in lines
+    assert ["8", "149", "1", "12", "12.5", "1.60", "0.96"] in lines
+    assert one_line(done.stdout).count("Unmerged: 20 ms, the median of 3 runs") == 1
 
 
 def test_status_line_is_cleared(measured: list[BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     with figure(folder / "attention.png", columns=len(grids), width=9.0, height=2.6) as panels:
         for axes, (name, grid) in zip(panels, grids.items(), strict=True):
             shown = axes.imshow(
-                grid, vmin=0, vmax=largest, origin="lower", aspect="auto", cmap="cividis", extent=(0, SECONDS, 0, BANDS)
+                grid, vmin=0, vmax=largest, origin="lower", aspect="auto", extent=(0, SECONDS, 0, BANDS)
             )
             axes.set(title=name, xlabel="time, s")
             axes.grid(False)

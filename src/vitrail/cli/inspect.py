@@ -11,9 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from vitrail import report as reports
 from vitrail._atomic_files import resolved
@@ -226,9 +223,7 @@ def show(name: str, report: Report) -> None:
     console.say(report.verdict, style="bold")
     console.say(f"Next: {report.next_step.replace('`', '')}")
     known = report.model["name"]
-    table = Table(title=Text(name if name == known else f"{name}, {known}"), box=box.SIMPLE, show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
+    table = console.table("model", name if name == known else f"{name}, {known}", left=2)
     for title, value in rows.items():
         table.add_row(title, value)
     console.show(table)

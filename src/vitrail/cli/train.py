@@ -140,18 +140,21 @@ def _print_next_steps(run: Run) -> None:
         score, targets = run.best["score"], read_targets(read_labels(last))
         text = f"{score:.4f}" if targets else f"{100 * score:.2f} %"
         console.say(f"  best score {text} after step {run.best['step']}")
-    steps = [f"evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging"]
+    steps = {f"evaluate {name} DATA": "accuracy of each head; --merge r=8 with merging"}
     config = read_config(last)
     if config.get("architecture") == ARCHITECTURE:  # a model of ours
         labels = read_labels(last)
         modality = (labels.get("preprocessing") or {}).get("modality", "image")
         noun = MODALITIES[modality].plural.upper().replace(" ", "_")
         if not labels.get("classes"):
-            steps.append(f"train --model {name} --data LABELED  # fine-tune it")
+            steps[f"train --model {name} --data LABELED"] = "fine-tune it"
         elif modality != "image":
-            steps.append(f"merge vitrail:{name} {noun} -r 8  # drawings, predictions and cost of merging")
+            steps[f"merge vitrail:{name} {noun} -r 8"] = "drawings, predictions and cost of merging"
         elif labels["classes"].keys() - labels.get("targets", {}).keys():
-            steps.append(f"demo --model {name}              # predictions and attention at several merge rates")
-        steps.append(f"inspect vitrail:{name} {noun}  # artifact tokens, attention, features")
-        steps.append(f"export vitrail:{name} -r 8 -o model.onnx")
-    console.say("\n".join(["Next:", *(f"  vitrail {step}" for step in steps)]))
+            steps[f"demo --model {name}"] = "predictions and attention at several merge rates"
+        steps[f"inspect vitrail:{name} {noun}"] = "artifact tokens, attention, features"
+        steps[f"export vitrail:{name} -r 8 -o model.onnx"] = "a file that runs without Vitrail"
+    console.say("Next:")
+    for step, about in steps.items():
+        console.say(f"  vitrail {step}")
+        console.say(f"    {about}", style="dim")

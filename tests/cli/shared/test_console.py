@@ -1,9 +1,11 @@
 """Terminal output: lines above progress bars, and wrapping between words."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from vitrail.cli._shared import console
 
@@ -54,3 +56,50 @@ def test_a_terminal_gets_lines_broken_between_words(terminal: io.StringIO) -> No
         "Note: one two three four five six seven",
         "eight nine ten eleven",
     ]
+
+
+def wide_table() -> Table:
+    made = console.table("image", "tokens", "cosine", "top-1 before and after")
+    for name in ("astronaut-in-space.jpg", "chelsea.jpg"):
+        made.add_row(name, "262 → 70", "0.9863" if "a" in name[:1] else "0.9748", "same")
+    return made
+
+
+def test_a_wide_table_keeps_its_first_column_and_says_constant_values_once(terminal: io.StringIO) -> None:
+    console.show(wide_table())
+    shown = terminal.getvalue()
+    assert "astronaut-in-space.jpg" in shown
+    assert "0.9748" in shown
+    assert " ".join(shown.split()).endswith("In every row: tokens 262 → 70, top-1 before and after same")
+
+
+def test_a_table_that_fits_is_printed_as_it_is(terminal: io.StringIO) -> None:
+    made = console.table("image", "tokens")
+    made.add_row("a.png", "70")
+    made.add_row("b.png", "70")
+    console.show(made)
+    assert terminal.getvalue().count("70") == 2
+    assert "In every row" not in terminal.getvalue()
+
+
+def test_quiet_prints_errors_alone(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console.output, "quiet", True)
+    console.say("a line")
+    console.show(wide_table())
+    console.note("a note")
+    console.answer({"a": 1})
+    with console.status("loading"), console.bars() as update:
+        update("training", 1, 2)
+    console.error("no such model")
+    assert terminal.getvalue().strip() == "Error: no such model"
+
+
+def test_json_takes_the_place_of_text(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console.output, "json", True)
+    console.say("a line")
+    console.show(wide_table())
+    console.answer({"name": "é" * 60})
+    console.note("a note")
+    line, noted = terminal.getvalue().strip().split("\n")
+    assert json.loads(line) == {"name": "é" * 60}
+    assert noted == "Note: a note"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -28,6 +29,10 @@ _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(12
 
 WIDEST = 10_000
 """Width that no table needs."""
+
+
+KEY = 24
+"""Columns of a terminal that the first column of a table has at least, if it needs them."""
 
 
 def printable(text: str) -> str:
@@ -102,6 +107,8 @@ def show(made: Table) -> None:
     """
     if output.quiet or output.json:
         return
+    key = made.columns[0]
+    key.min_width = min(max((cell_len(str(cell)) for cell in (key.header, *key.cells)), default=0), KEY)
     same: list[str] = []
     while Measurement.get(out, out.options.update(max_width=WIDEST), made).maximum > out.width:
         place = next((place for place in range(len(made.columns) - 1, 0, -1) if _is_constant(made.columns[place])), 0)

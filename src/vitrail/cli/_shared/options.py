@@ -128,8 +128,10 @@ Limit = Annotated[
 Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
 
 
-def _choose_output(parameter: typer.CallbackParam, wanted: bool) -> None:
+def _choose_output(context: typer.Context, parameter: typer.CallbackParam, wanted: bool) -> None:
+    """Set what this command prints, until it ends."""
     setattr(console.output, str(parameter.name), wanted)
+    context.call_on_close(lambda: setattr(console.output, str(parameter.name), False))
 
 
 JSON = typer.Option(

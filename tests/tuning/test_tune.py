@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import vitrail
 from tests.models.mixes import SMALL, built, random_images
 from vitrail.analysis.statistics import split_images, wilson
-from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.merging.method import as_method
 from vitrail.models import ViTConfig
 from vitrail.tokens import Role, TokenSpec
@@ -54,6 +55,15 @@ def test_the_tolerance_holds_on_held_out_images(model: Any, images: Tensor, sear
     assert found.tuned_on + found.held_out == COUNT
     assert min(one.flops for one in found.curve) <= found.flops
     assert found.speedup > 0
+
+
+def test_images_that_cannot_be_read_are_named(model: Any, tmp_path: Path) -> None:
+    for number in range(8):
+        Image.new("RGB", (24, 24), (30 * number, 90, 200 - 20 * number)).save(tmp_path / f"{number}.png")
+    (tmp_path / "3.png").write_bytes(b"no image")
+    with pytest.warns(VitrailWarning, match=r"left out 1 sample: .*3\.png"):
+        found = quickly(model, tmp_path, "agreement 0.5", seconds=2)
+    assert found.tuned_on + found.held_out == 7
 
 
 def test_a_looser_tolerance_merges_more(model: Any, images: Tensor) -> None:

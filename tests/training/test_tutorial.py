@@ -35,6 +35,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Image.fromarray(image).save(tmp_path / "photos" / kind / f"{number:02d}.jpg")
         (tmp_path / "masks" / kind).mkdir(parents=True, exist_ok=True)
         Image.fromarray((image[..., 0] > 90).astype(np.uint8)).save(tmp_path / "masks" / kind / f"{number:02d}.png")
+        for folder, pixel in (("rooms", image), ("depths", 1 + image[..., 0])):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            Image.fromarray(pixel).save(tmp_path / folder / f"{number:02d}.png")
         rows.append(f"photos/{kind}/{number:02d}.jpg,{kind},{number / 4},{kind};pet,masks/{kind}/{number:02d}.png")
     (tmp_path / "pets.csv").write_text("\n".join(rows), encoding="utf-8")
     monkeypatch.setitem(PRESETS, "tiny", {**PRESETS["tiny"], "epochs": 2, "image_size": 32, "batch_size": 16})

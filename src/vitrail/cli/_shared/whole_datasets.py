@@ -12,6 +12,7 @@ import typer
 from vitrail._wording import counted
 from vitrail.cli._shared import console
 from vitrail.cli._shared.model import Loaded, load
+from vitrail.data.media.modality import MODALITIES
 from vitrail.embedding import Progress
 from vitrail.embedding.embedder import Core
 from vitrail.embedding.output import Output, Skipped, skipped_name
@@ -88,13 +89,13 @@ def progress_of(batch: int | None) -> Iterator[Shown]:
             ) from error
 
 
-def conclude(out: str, rows: int, skipped: tuple[Skipped, ...], last: Progress | None) -> None:
+def conclude(out: str, rows: int, skipped: tuple[Skipped, ...], last: Progress | None, noun: str) -> None:
     """Print what was written, how fast, and what was skipped; exit with 1 if samples were skipped."""
     if last is not None and last.images:
         bound = "decoding" if last.decoding_per_s < last.model_per_s else "the model"
         console.say(
-            f"{counted(last.images, 'image')} in {last.seconds:,.1f} s: {last.images_per_s:,.1f} images/s. Decoding "
-            f"reaches {last.decoding_per_s:,.1f} images/s with {counted(last.workers, 'worker')}, the model "
+            f"{counted(last.images, noun)} in {last.seconds:,.1f} s: {last.images_per_s:,.1f} {noun}s/s. Decoding "
+            f"reaches {last.decoding_per_s:,.1f} {noun}s/s with {counted(last.workers, 'worker')}, the model "
             f"{last.model_per_s:,.1f}; the run is bound by {bound}"
         )
     for _, _, reason in skipped[:NAMED]:
@@ -133,7 +134,7 @@ def run(kind: type[Core], given: Mapping[str, Any], command: str, chosen: Mappin
     where = {one: given[one] for one in ("overwrite", "engine", "address", "actors")}
     with progress_of(given["batch"]) as show:
         rows, skipped = plan.write(out, progress=show.update, **where)
-    conclude(out, rows, skipped, show.last)
+    conclude(out, rows, skipped, show.last, MODALITIES[loaded.spec.modality].noun)
 
 
 INTERRUPTED = "Interrupted. Finished shards are kept: run the same command again, and it computes the rest."

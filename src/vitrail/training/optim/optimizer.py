@@ -31,7 +31,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             key = rate, hidden, flat = rates.get(parameter, 1.0), name in orthogonal, name in spared
-            kind = {"orthogonal": True} if hidden else {}
+            kind: dict[str, Any] = {"orthogonal": True} if hidden else {}
             kind |= {} if rate == 1 else {"rate": rate}
             empty = {"params": [], "names": [], "weight_decay": 0.0 if flat else weight_decay, **kind}
             group = groups.setdefault(key, empty)

@@ -248,7 +248,6 @@ MISTAKES = {
         "size 100x100 is not a whole number of patches",
     ),
     "size is below a patch": ((MODEL, "PHOTOS", "-r", "1", "--size", "8", "--random-weights"), "8x8"),
-    "no images named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
     "no images there": ((MODEL, "EMPTY", "-r", "1", *TINY), "no images found"),
     "missing image": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
     "output is a file": ((MODEL, "PHOTOS", "-r", "1", "-o", "PHOTOS/a.png", *TINY), "could not be made"),
@@ -317,3 +316,21 @@ def test_methods_that_decide_per_image_are_counted_per_image(photos: Path, tmp_p
     assert summary["cost"]["flops_after"] == round(sum(flops) / len(flops))
     ends = {f"→ {each[-1]}" for each in tokens}
     assert all(end in (out / "summary.md").read_text() for end in ends)
+
+
+@pytest.mark.parametrize(("model", "library", "names"), [
+    ("vitrail:tiny", "PIL", ["astronaut.jpg", "chelsea.jpg", "coffee.jpg"]),
+    ("vitrail:audio", "soundfile", ["nine.wav", "seven.wav", "three.wav"]),
+    ("vitrail:video", "av", ["blue-disc-left.mp4", "green-square-left.mp4", "purple-square-up.mp4"]),
+])  # fmt: skip
+def test_samples_of_the_medium_are_merged_without_data(
+    tmp_path: Path, model: str, library: str, names: list[str]
+) -> None:
+    pytest.importorskip(library)
+    result = run("merge", model, "-r", "8", "-o", tmp_path / "glass")
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "glass" / "summary.json").read_text())
+    assert [one["picture"] for one in summary["pictures"]] == names
+    layers = len(summary["cost"]["tokens_before"])
+    assert summary["cost"]["tokens_after"][-1] == summary["cost"]["tokens_before"][-1] - 8 * layers
+    assert all(file.endswith((".png", ".mp4")) for one in summary["pictures"] for file in one["files"].values())

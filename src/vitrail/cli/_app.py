@@ -31,6 +31,7 @@ GROUPS = {
     },
     "Train": {
         "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
+        "stability": "Show how stable a training run was: gradients and residual branches by layer, loss spikes.",
         "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
     },
     "Use at scale": {

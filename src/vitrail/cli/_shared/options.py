@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from vitrail.adapters.saved import EMBEDDED, PREFIX
 from vitrail.cli._shared import console
 from vitrail.errors import VitrailError
 from vitrail.surgery.saving import Settings, read_settings
@@ -91,10 +92,13 @@ def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list
 
 
 SOURCES = "Files or folders of images, clips or sounds, parquet files, shards, or hf:OWNER/NAME."
+SAMPLES = f"{SOURCES} Default: samples of the package."
+Samples = Annotated[list[Path] | None, typer.Argument(metavar="IMAGES", help=SAMPLES, show_default=False)]
+INCLUDED = ", ".join(f"{PREFIX}{name}" for name in EMBEDDED)
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, vitrail:RUN, or vitrail:tiny."
+        metavar="MODEL", help=f"timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, vitrail:RUN, or {INCLUDED}."
     ),
 ]
 METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its name and options."

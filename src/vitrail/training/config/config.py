@@ -286,6 +286,9 @@ class Config:
     save_every: Any = _output(_INTERVAL, "Checkpoint interval; 20 checkpoints per run by default.")
     keep: int = _output(integer(1), "Checkpoints to keep.", 2)
     log_every: int = _output(integer(1), "Steps between log lines.", 50)
+    diagnostics: str | None = _output(
+        choice("stability"), "Also log gradient and residual norms by layer and the loss of every step."
+    )
     tensorboard: bool = _output(flag(), "Also log to TensorBoard.", False)
 
     def __post_init__(self) -> None:
@@ -520,5 +523,7 @@ def _recipe_problems(config: Config) -> Iterator[str]:
             yield f"{field}={getattr(config, field)} exceeds epochs={config.epochs}"
     if config.batch_size is not None and config.batch_size % config.accumulate:
         yield f"accumulate={config.accumulate} does not divide batch_size={config.batch_size}"
+    if config.diagnostics and config.shard == "fsdp":
+        yield f"diagnostics={config.diagnostics} needs whole gradients, which shard=fsdp splits; use ddp"
     if config.optimizer == "muon" and config.shard == "fsdp":
         yield "optimizer=muon needs whole matrices, which shard=fsdp splits; use ddp, or adamw"

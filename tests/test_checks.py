@@ -42,3 +42,14 @@ def test_choices_and_ranks() -> None:
     for rank in (-1, 2):
         with pytest.raises(InvalidOption, match=f"rank={rank}, world_size=2"):
             check_rank(rank, 2)
+
+
+def test_a_tensor_without_axes_is_one_value() -> None:
+    import torch
+
+    from vitrail._checks import as_tuple
+
+    single = torch.tensor(2.0)
+    assert as_tuple(single) == (single,)
+    assert as_tuple(torch.tensor([1, 2])) == (1, 2)
+    assert as_tuple("ab") == ("ab",)

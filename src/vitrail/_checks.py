@@ -156,4 +156,5 @@ MAX_LAYERS, MAX_SIZE = 2**12, 2**28
 
 def as_tuple(value: Any, scalar: Any = str) -> tuple[Any, ...]:
     """Return an iterable as a tuple, and anything else, or an instance of ``scalar``, as a tuple of one."""
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, scalar) else (value,)
+    several = isinstance(value, Iterable) and not isinstance(value, scalar) and getattr(value, "ndim", 1) > 0
+    return tuple(value) if several else (value,)

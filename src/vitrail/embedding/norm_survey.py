@@ -80,6 +80,7 @@ def survey_norms(
     check_choice("engine", engine, ENGINES)
     if batch is not None:
         check_int("batch", batch)
+    find(model)  # a supported one, before the data is read
     dataset = open_dataset(data.data if isinstance(data, Batches) else data, labels=None, limit=limit)
     batch = batch or BATCH[next(model.parameters()).device.type]
     total = len(dataset)

@@ -117,7 +117,7 @@ def find_heads(model: nn.Module) -> Heads:
     heads, added = _find_own_heads(model), added_module(model)
     if added is None:
         return heads
-    sizes = {name: int(head.out_features) for name, head in added.heads.items()}  # type: ignore[arg-type]
+    sizes = {name: head.out_features for name, head in added.heads.items() if isinstance(head, nn.Linear)}
     named = {role: [spec.name for spec in added.specs if spec.role is role] for role in Role}
     return Heads(
         heads.own,

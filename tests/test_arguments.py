@@ -29,6 +29,7 @@ def function(
     model: nn.Module | None = None,
     device: torch.device | str | None = None,
     x: Tensor | None = None,
+    size: int | tuple[int, int] | None = None,
     anything: Any = None,
 ) -> str:
     """Return that it ran."""
@@ -47,6 +48,7 @@ GOOD = {
     "options": [{"a": 1}, {}],
     "device": ["cpu", torch.device("cpu"), None],
     "x": [torch.zeros(2)],
+    "size": [3, (3, 4), None],
     "anything": [object(), {1}, float("nan")],
 }
 BAD = {
@@ -56,6 +58,7 @@ BAD = {
     "flag": [1, "yes", None],
     "where": ["a\0b", "x" * 300, 5, None],
     "r": [{1, 2}, [True], torch.tensor([True]), memoryview(b"ab"), b"ab", "12", [1.5], {1: 2}, [2**70]],
+    "size": [torch.tensor(1.0), np.array(3), (3,), "3"],
     "kind": ["c", 1, ["a"]],
     "on": [5, "print"],
     "options": [{1: 2}, [("a", 1)], 5],

@@ -22,7 +22,7 @@ PUBLIC = {
         "register_adapter size_options supported"
     ),
     "vitrail.analysis": (
-        "attention discovery downstream features norms probes redundancy result roles statistics survey"
+        "attention discovery downstream features norms probes redundancy residuals result roles statistics survey"
     ),
     "vitrail.bench": (
         "BenchConfig BenchResult Check Failure MODES ModelTimes Row Timed VARIANTS copy_model run time_models"
@@ -51,7 +51,10 @@ PUBLIC = {
         "test_time_registers"
     ),
     "vitrail.tokens": "Role TokenLayout TokenSpan TokenSpec check_specs span_names token_names",
-    "vitrail.training": "Arrays Config Evaluation Event Labels PRESETS Run evaluate load_trained read_log train",
+    "vitrail.training": (
+        "Arrays Config Evaluation Event Labels PRESETS Run Stability evaluate load_trained read_log read_stability "
+        "train"
+    ),
     "vitrail.tuning": "Candidate QUALITIES Quality SEARCHES Tolerance Tuning tune",
 }
 

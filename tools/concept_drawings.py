@@ -12,14 +12,15 @@ from xml.sax.saxutils import escape
 import torch
 
 from vitrail import Role, TokenLayout
+from vitrail.drawing.theme import LIGHT, SERIES
 from vitrail.merging.attention import proportional_attention
 from vitrail.tokens import token_names
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 
-CREAM, INK, SOFT = "#faf6ec", "#222026", "#6b6570"
-COBALT, AMBER, RUBY, STONE = "#224aa8", "#de9820", "#b02038", "#c9bfa8"
-COLORS = {Role.CLASS: RUBY, Role.DISTILLATION: AMBER, Role.REGISTER: COBALT, Role.TASK: "#3b7d5a", Role.PATCH: STONE}
+CREAM, INK, SOFT, STONE = (LIGHT[name] for name in ("card", "ink", "soft", "rule"))
+COBALT, AMBER, RUBY, GREEN = SERIES[:4]
+COLORS = {Role.CLASS: RUBY, Role.DISTILLATION: AMBER, Role.REGISTER: COBALT, Role.TASK: GREEN, Role.PATCH: STONE}
 
 
 class Drawing:
@@ -148,7 +149,7 @@ def draw_class_attention() -> None:
     )
     for block in range(4):
         x = 84 + 96 * block
-        drawing.box(x, 50, 72, 84, "#efe7d3", INK)
+        drawing.box(x, 50, 72, 84, LIGHT["rail"], INK)
         drawing.text(x + 36, 82, "attend", 14)
         drawing.text(x + 36, 112, "feed", 14)
         drawing.arrow(x + 73, 92, x + 95, 92)
@@ -159,7 +160,7 @@ def draw_class_attention() -> None:
     drawing.text(690, 36, "class-attention stage: × 2", 15)
     for block in range(2):
         x = 580 + 124 * block
-        drawing.box(x, 130, 96, 70, "#f6dfc0", RUBY)
+        drawing.box(x, 130, 96, 70, LIGHT["note"], RUBY)
         drawing.text(x + 48, 158, "gather", 14)
         drawing.text(x + 48, 184, "feed", 14)
         drawing.arrow(x + 48, 92, x + 48, 128, COBALT)

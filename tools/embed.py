@@ -7,9 +7,10 @@ To keep the package small, models of more than 6 million parameters or 12 MiB ar
 the run; you only describe the dataset and its license. Nothing is written until everything is checked, including the
 outputs in half precision.
 
-To put accuracies into the card, evaluate the bundled model and run the tool again, here with two more seeds:
+To put accuracies into the card, evaluate the bundled model, merged too if you like, and run the tool again, here with
+two more seeds:
 
-    vitrail evaluate vitrail:tiny val.parquet -o 0.json
+    vitrail evaluate vitrail:tiny val.parquet --merge r=0,8,16 -o 0.json
     python tools/embed.py runs/tiny --name tiny --about "…" --evaluation 0.json 1.json 2.json
 """
 
@@ -29,9 +30,13 @@ from torch import Tensor
 import vitrail
 from vitrail._atomic_files import write_bytes
 from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder, read_labels
+from vitrail.analysis.statistics import wilson
+from vitrail.data import InputSpec, Spectrogram
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.models.saving import WEIGHTS, write_folder
+from vitrail.surgery.saving import read_settings
 from vitrail.training.config import read_yaml
 from vitrail.training.run_directory import BEST, LOG, SETTINGS, Labels, load_trained
 
@@ -76,9 +81,12 @@ def embed(
     states = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     size = _check_size(model, states)
     difference = _check_outputs(model, states)
+    noun = MODALITIES[labels.preprocessing.modality].noun
     found = [_read(file) for file in evaluations]
-    evaluated = _evaluation(found) if found else _evaluation_of_run(labels)
-    remarks = [f"Half precision changes no probability by more than {difference:.1e} (16 random images).", *notes]
+    evaluated = _evaluation([one[0][1] for one in found], noun) if found else _evaluation_of_run(labels, noun)
+    if found and len(found[0]) > 1:
+        evaluated += _merged(model, found[0])
+    remarks = [f"Half precision changes no probability by more than {difference:.1e} (16 random inputs).", *notes]
     log = _of_run(folder, LOG)
     if log is not None:
         remarks.append(f"The training log is {LOG}, next to this card.")
@@ -119,14 +127,14 @@ def _check_size(model: ViT, states: dict[str, Tensor]) -> int:
 
 @torch.no_grad()
 def _check_outputs(model: ViT, states: dict[str, Tensor]) -> float:
-    """Return the largest change of a probability by half precision, on random images."""
+    """Return the largest change of a probability by half precision, on random inputs."""
     overflowing = [name for name, value in states.items() if not value.isfinite().all()]
     if overflowing:
         raise InvalidOption(f"{', '.join(overflowing[:3])}: weights overflow in half precision")
     rounded = ViT(model.config).eval()
     rounded.load_state_dict(states)
-    images = torch.randn(16, model.config.in_chans, *_sides(model), generator=torch.Generator().manual_seed(0))
-    before, after = model.forward_output(images), rounded.forward_output(images)
+    inputs = torch.randn(16, model.config.in_chans, *_sides(model), generator=torch.Generator().manual_seed(0))
+    before, after = model.forward_output(inputs), rounded.forward_output(inputs)
     pairs = [(before.by_role[name].softmax(-1), after.by_role[name].softmax(-1)) for name in before.by_role]
     difference = max(float((first - second).abs().max()) for first, second in pairs)
     if difference > CLOSE:
@@ -134,9 +142,26 @@ def _check_outputs(model: ViT, states: dict[str, Tensor]) -> float:
     return difference
 
 
-def _sides(model: ViT) -> tuple[int, int]:
-    _, height, width = model.config.grid
-    return height * model.config.patch[-2], width * model.config.patch[-1]
+def _sides(model: ViT) -> tuple[int, ...]:
+    """Return the input size: height and width, frames before them for clips, bands and frames for sounds."""
+    patch = model.config.patch
+    return tuple(cells * side for cells, side in zip(model.config.grid[-len(patch) :], patch, strict=True))
+
+
+def _input(model: ViT, spec: InputSpec) -> str:
+    """Return what one input is, and its patches."""
+    sizes, patch = (" × ".join(map(str, each)) for each in (_sides(model), model.config.patch))
+    if isinstance(spec.sampling, Spectrogram):
+        bands, frames = spec.size
+        seconds = spec.sampling.samples(frames) / spec.sampling.rate
+        what = (
+            f"{bands} mel bands × {frames} frames ({seconds:.1f} seconds of sound at {spec.sampling.rate:,} samples/s)"
+        )
+    elif spec.modality == "video":
+        what = f"{sizes} (frames of a clip, height, width)"
+    else:
+        what = f"{sizes} pixels"
+    return f"{what}, patches of {patch}"
 
 
 def _card(
@@ -153,16 +178,16 @@ def _card(
     """Return the model card."""
     import yaml
 
-    config, (height, width) = model.config, _sides(model)
+    config = model.config
     parameters = sum(value.numel() for value in model.parameters())
     tokens = ", ".join(f"{spec.name} ({spec.role.value} × {spec.count})" for spec in config.tokens) or "none"
     classes = "; ".join(f"{column}: {', '.join(names)}" for column, names in labels.classes.items())
     lines = [
         f"# vitrail:{name}",
         "",
-        f"A ViT of Vitrail {vitrail.__version__}: {width} × {height} pixels, patches of {config.patch[-2]} × "
-        f"{config.patch[-1]}, width {config.width}, {config.depth} blocks, {config.heads} heads; {parameters:,} "
-        f"parameters, {size / 2**20:.1f} MiB in half precision. It computes in float32.",
+        f"A ViT of Vitrail {vitrail.__version__}: {_input(model, labels.preprocessing)}, width {config.width}, "
+        f"{config.depth} blocks, {config.heads} heads; {parameters:,} parameters, {size / 2**20:.1f} MiB in half "
+        "precision. It computes in float32.",
         "",
         f"- Special tokens: {tokens}.",
         f"- Classes, {classes}.",
@@ -187,30 +212,43 @@ def _card(
     return "\n".join(lines)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Read the evaluations in a file, one or those of a sweep, by setting; the unmerged one is first."""
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {name: found[name] for name in ("count", "dtype", "accuracy")}
-    except (OSError, ValueError, KeyError) as error:
+        several = found if "unmerged" in found else {"unmerged": found}
+        return [
+            (setting, {"count": one["count"], "dtype": one["dtype"], "accuracy": _distinct(one["accuracy"])})
+            for setting, one in several.items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidOption(f"{file} is not from vitrail evaluate -o ({error})") from error
 
 
-def _evaluation_of_run(labels: Labels) -> list[str]:
+def _distinct(accuracy: Mapping[str, float]) -> dict[str, float]:
+    """Leave out the only head of a task that a class token answers: it repeats the task."""
+    heads = [name for name in accuracy if name.count(".") == 2]
+    single = {name for name in heads if sum(one.rpartition(".")[0] == name.rpartition(".")[0] for one in heads) == 1}
+    return {name: share for name, share in accuracy.items() if name not in single}
+
+
+def _evaluation_of_run(labels: Labels, noun: str) -> list[str]:
     """Return the accuracy from the last evaluation during training."""
     found = labels.trained.get("evaluation")
     if not found:
         return ["It was not evaluated."]
     chosen = labels.folder.name == BEST
-    best = " It is the best of the run's evaluations on these images, so slightly optimistic." if chosen else ""
-    return _evaluation([found], f", before rounding to half precision, by head.{best}")
+    best = f" It is the best of the run's evaluations on these {noun}s, so slightly optimistic." if chosen else ""
+    return _evaluation([found], noun, f", before rounding to half precision, by head.{best}")
 
 
-def _evaluation(found: Sequence[Mapping[str, Any]], ending: str = ", by head.") -> list[str]:
+def _evaluation(found: Sequence[Mapping[str, Any]], noun: str, ending: str = ", by head.") -> list[str]:
     """Return the accuracy of this model, which comes first, and the mean over all seeds if there are several."""
     first, several = found[0], len(found) > 1
     heading = f" of {len(found)} seeds, mean ± standard deviation |" if several else ""
     lines = [
-        f"Accuracy on {first['count']:,} held-out images, in {first['dtype']}{ending}",
+        f"Accuracy on {first['count']:,} held-out {noun}s, in {first['dtype']}{ending} In brackets: 95 % confidence "
+        "interval (Wilson).",
         "",
         f"| answer | accuracy |{heading}",
         f"| --- | ---: |{' ---: |' if several else ''}",
@@ -220,8 +258,34 @@ def _evaluation(found: Sequence[Mapping[str, Any]], ending: str = ", by head.") 
         if several:
             values = [100 * one["accuracy"][head] for one in found]
             cell = f" {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} % |"
-        lines.append(f"| {head} | {100 * share:.2f} % |{cell}")
+        lines.append(f"| {head} | {_share(share, first['count'])} |{cell}")
     return lines
+
+
+def _merged(model: ViT, found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Return the accuracy of the model merged off the shelf, with its tokens and FLOPs."""
+    heads = list(found[0][1]["accuracy"])
+    lines = [
+        "",
+        "Merged by ToMe without training for it, on the same data:",
+        "",
+        f"| merging | tokens after the last block | M multiply-adds | {' | '.join(heads)} |",
+        f"| --- | ---: | ---: |{' ---: |' * len(heads)}",
+    ]
+    for setting, one in found:
+        with vitrail.merge(
+            model, **read_settings("r=0" if setting == "unmerged" else setting).changes["merge"]
+        ) as merging:
+            tokens, flops = merging.tokens_per_layer()[-1], merging.flops() / 1e6
+        shares = " | ".join(f"{100 * one['accuracy'][head]:.2f} %" for head in heads)
+        lines.append(f"| {setting} | {tokens} | {flops:.1f} | {shares} |")
+    return lines
+
+
+def _share(share: float, count: int) -> str:
+    interval = wilson(share * count, count)
+    assert interval is not None, "an evaluation has samples"
+    return f"{100 * share:.2f} % ({100 * interval[0]:.1f}–{100 * interval[1]:.1f})"
 
 
 def main() -> int:

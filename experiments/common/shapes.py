@@ -123,11 +123,14 @@ def render_images(count: int, *, side: int = 64, seed: int = 0) -> Drawn:
     return Drawn(torch.cat(images), shape, color, masks=torch.cat(masks))
 
 
-def render_clips(count: int, *, frames: int = 8, side: int = 48, seed: int = 0, motion: int | None = None) -> Drawn:
+def render_clips(
+    count: int, *, frames: int = 8, side: int = 48, seed: int = 0, motion: int | None = None, texture: float = 1.0
+) -> Drawn:
     """Render clips of one moving shape each; every pair of shape and motion occurs equally often.
 
     Shapes start anywhere and wrap around, so in every frame all positions are equally likely whatever the motion: a
-    single frame does not reveal it. With ``motion`` all clips have that one.
+    single frame does not reveal it. With ``motion`` all clips have that one. ``texture`` is the contrast of the clouds
+    in the background and of the noise.
     """
     shape, kind = balanced_labels(count, (len(SHAPES), len(MOTIONS)), seed)
     if motion is not None:
@@ -136,9 +139,9 @@ def render_clips(count: int, *, frames: int = 8, side: int = 48, seed: int = 0, 
     clips = []
     for number, rows in enumerate(torch.arange(count).split(CHUNK)):
         generator = torch.Generator().manual_seed(_seed_for(seed, number))
-        scene = sample_scenes(shape[rows], color[rows], side, generator)
+        scene = sample_scenes(shape[rows], color[rows], side, generator, texture)
         positions = scene.position[:, None] + displacements(kind[rows], frames, generator)
-        drawn = [_add_noise(scene.draw(positions[:, frame])[0], generator) for frame in range(frames)]
+        drawn = [_add_noise(scene.draw(positions[:, frame])[0], generator, texture) for frame in range(frames)]
         clips.append(torch.stack(drawn, 2))
     return Drawn(torch.cat(clips), shape, color, kind)
 
@@ -156,7 +159,7 @@ def balanced_labels(count: int, sizes: Sequence[int], seed: int) -> tuple[Tensor
     return torch.unravel_index((torch.arange(count) % cells)[order], tuple(sizes))
 
 
-def sample_scenes(shape: Tensor, color: Tensor, side: int, generator: torch.Generator) -> Scenes:
+def sample_scenes(shape: Tensor, color: Tensor, side: int, generator: torch.Generator, texture: float = 1.0) -> Scenes:
     """Sample everything but the labels: position, size, rotation, shade of the color, background."""
     count = len(shape)
     uniform = torch.rand(count, 4, generator=generator)
@@ -167,22 +170,22 @@ def sample_scenes(shape: Tensor, color: Tensor, side: int, generator: torch.Gene
         position=uniform[:, :2],
         radius=0.14 + 0.12 * uniform[:, 2],
         angle=2 * pi * uniform[:, 3],
-        background=_backgrounds(count, side, generator),
+        background=_backgrounds(count, side, generator, texture),
     )
 
 
-def _backgrounds(count: int, side: int, generator: torch.Generator) -> Tensor:
+def _backgrounds(count: int, side: int, generator: torch.Generator, texture: float) -> Tensor:
     """Sample backgrounds (N, 3, S, S): dull clouds of several scales, independent of the labels."""
     background = 0.3 + 0.3 * torch.rand(count, 1, 1, 1, generator=generator)
     background = background + 0.04 * torch.randn(count, 3, 1, 1, generator=generator)
     for cells in (3, 7, 15):
         light, hue = (torch.randn(count, channels, cells, cells, generator=generator) for channels in (1, 3))
-        background = background + F.interpolate(0.09 * light + 0.03 * hue, (side, side), mode="bicubic")
+        background = background + texture * F.interpolate(0.09 * light + 0.03 * hue, (side, side), mode="bicubic")
     return background.clamp(0.05, 0.8)
 
 
-def _add_noise(images: Tensor, generator: torch.Generator) -> Tensor:
-    noise = 0.03 * torch.randn(images.shape, generator=generator)
+def _add_noise(images: Tensor, generator: torch.Generator, strength: float = 1.0) -> Tensor:
+    noise = 0.03 * strength * torch.randn(images.shape, generator=generator)
     return ((images + noise).clamp(0, 1) * 255).round().byte()
 
 

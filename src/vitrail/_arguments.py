@@ -181,6 +181,8 @@ def _is_sequence(name: str, value: Any, kind: Any, elements: tuple[Any, ...]) ->
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         return False
     array = type(value).__name__ == "ndarray" or isinstance(value, Tensor)
+    if array and not value.ndim:
+        return False
     if not array and not isinstance(value, abc.Collection if kind is abc.Collection else abc.Sequence):
         return False
     if kind is tuple and elements and Ellipsis not in elements:

@@ -226,6 +226,24 @@ def test_corloc_counts_images_with_truth():
         corloc([box], [near, near])
 
 
+def test_an_iou_of_exactly_one_half_counts():
+    """LOST adds 1e-7 to heights and unions of integer boxes, in float32, where it vanishes: one half is a hit there."""
+    assert all(np.float32(side) + np.float32(1e-7) == np.float32(side) for side in range(2, 2000))
+    draw, halves = np.random.default_rng(0), 0
+    for _ in range(2000):
+        x, y, width, height, left, top = draw.integers(0, 6, 6) * 8
+        box = (x, y, x + width + 8, y + height + 8)
+        true = (left, top, left + int(draw.integers(1, 12)) * 8, top + int(draw.integers(1, 12)) * 8)
+        sides = [min(box[i + 2], true[i + 2]) - max(box[i], true[i]) for i in (0, 1)]
+        common = max(sides[0], 0) * max(sides[1], 0)
+        areas = [(one[2] - one[0]) * (one[3] - one[1]) for one in (box, true)]
+        assert corloc([box], [[true]]).hits == int(2 * common >= sum(areas) - common), (box, true)
+        halves += 2 * common == sum(areas) - common
+    assert halves > 0
+    assert corloc([(0, 0, 16, 16)], [[(0, 0, 16, 32)]]).hits == 1
+    assert corloc([(0, 0, 16, 16)], [[(0, 0, 16, 33)]]).hits == 0
+
+
 def test_a_sweep_shows_fixed_and_best_side_by_side():
     grid = (8, 10)
     boxes = [(x, y, x + 4, y + 3) for x, y in itertools.product((1, 3, 5), (1, 3))]

@@ -60,7 +60,7 @@ def test_missing_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(module, "import_module", missing)
+    monkeypatch.setattr("vitrail.drawing.plots.import_module", missing)
     with pytest.raises(InvalidOption, match=r"vitrail\[plot\]"):
         plot(results(), "r")
 

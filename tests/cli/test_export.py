@@ -120,8 +120,8 @@ def test_help() -> None:
 
 INVALID = {
     "no file": ((MODEL, "--r", "1"), "Missing option '-o' / '--out'"),
-    "nothing to merge by": ((MODEL, "-o", "a.onnx"), "one of -r, --keep and --gflops"),
-    "r and keep": ((MODEL, "--r", "1", "--keep", "0.5", "-o", "a.onnx"), "one of -r, --keep and --gflops"),
+    "nothing to merge by": ((MODEL, "-o", "a.onnx"), "one of -r, --keep, --gflops and --merge"),
+    "r and keep": ((MODEL, "--r", "1", "--keep", "0.5", "-o", "a.onnx"), "one of -r, --keep, --gflops and --merge"),
     "negative r": ((MODEL, "--r", "-1", "-o", "a.onnx"), "'-1' is not a number of tokens"),
     "unknown format": ((MODEL, "--r", "1", "--format", "tflite", "-o", "a.onnx"), "'onnx' or 'pt2'; got 'tflite'"),
     "unknown ending": (

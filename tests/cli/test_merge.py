@@ -149,6 +149,19 @@ def test_options_reach_the_merging(photos: Path, tmp_path: Path) -> None:
     assert (merging["schedule"], merging["order"], merging["proportional"]) == ("decreasing", "original", False)
 
 
+def test_settings_are_named_as_for_other_commands(photos: Path, tmp_path: Path) -> None:
+    summaries = []
+    for name, arguments in {
+        "text": ("--merge", "r=1,order=original"),
+        "one": ("-r", "1", "--order", "original"),
+    }.items():
+        result = run("merge", MODEL, photos / "a.png", *arguments, "-o", tmp_path / name, *TINY)
+        assert result.exit_code == 0, result.output
+        summaries.append(json.loads((tmp_path / name / "summary.json").read_text(encoding="utf-8")))
+    assert summaries[0]["merging"] == summaries[1]["merging"]
+    assert summaries[0]["cost"]["tokens_after"] == summaries[1]["cost"]["tokens_after"]
+
+
 def test_r_per_layer_and_other_sizes(photos: Path, tmp_path: Path) -> None:
     r = ",".join(["2"] + ["0"] * 11)
     arguments = ("-r", r, "--size", "32x64", "--random-weights", "--schedule", "0")
@@ -216,8 +229,13 @@ MISTAKES = {
     "negative r": ((MODEL, "PHOTOS", "-r", "-1", *TINY), "'-1' is not a number of tokens"),
     "r is a word": ((MODEL, "PHOTOS", "-r", "many", *TINY), "'many' is not a number of tokens"),
     "r of the wrong length": ((MODEL, "PHOTOS", "-r", "1,1", *TINY), "12"),
-    "r and keep": ((MODEL, "PHOTOS", "-r", "1", "--keep", "0.5", *TINY), "one of -r, --keep and --gflops"),
-    "nothing to merge by": ((MODEL, "PHOTOS", *TINY), "one of -r, --keep and --gflops"),
+    "r and keep": ((MODEL, "PHOTOS", "-r", "1", "--keep", "0.5", *TINY), "one of -r, --keep, --gflops and --merge"),
+    "nothing to merge by": ((MODEL, "PHOTOS", *TINY), "one of -r, --keep, --gflops and --merge"),
+    "two settings": ((MODEL, "PHOTOS", "--merge", "r=1", "-r", "1", *TINY), "--merge replaces -r"),
+    "a setting and an option": (
+        (MODEL, "PHOTOS", "--merge", "r=1", "--method", "random", *TINY),
+        "--merge replaces -r",
+    ),
     "keep out of range": ((MODEL, "PHOTOS", "--keep", "1.5", *TINY), "1.5"),
     "budget out of reach": ((MODEL, "PHOTOS", "--gflops", "0.0001", *TINY), "gflops"),
     "unknown schedule": ((MODEL, "PHOTOS", "-r", "1", "--schedule", "odd", *TINY), "odd"),
@@ -230,7 +248,6 @@ MISTAKES = {
         "size 100x100 is not a whole number of patches",
     ),
     "size is below a patch": ((MODEL, "PHOTOS", "-r", "1", "--size", "8", "--random-weights"), "8x8"),
-    "no images named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
     "no images there": ((MODEL, "EMPTY", "-r", "1", *TINY), "no images found"),
     "missing image": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
     "output is a file": ((MODEL, "PHOTOS", "-r", "1", "-o", "PHOTOS/a.png", *TINY), "could not be made"),
@@ -299,3 +316,21 @@ def test_methods_that_decide_per_image_are_counted_per_image(photos: Path, tmp_p
     assert summary["cost"]["flops_after"] == round(sum(flops) / len(flops))
     ends = {f"→ {each[-1]}" for each in tokens}
     assert all(end in (out / "summary.md").read_text() for end in ends)
+
+
+@pytest.mark.parametrize(("model", "library", "names"), [
+    ("vitrail:tiny", "PIL", ["astronaut.jpg", "chelsea.jpg", "coffee.jpg"]),
+    ("vitrail:audio", "soundfile", ["nine.wav", "seven.wav", "three.wav"]),
+    ("vitrail:video", "av", ["blue-disc-left.mp4", "green-square-left.mp4", "purple-square-up.mp4"]),
+])  # fmt: skip
+def test_samples_of_the_medium_are_merged_without_data(
+    tmp_path: Path, model: str, library: str, names: list[str]
+) -> None:
+    pytest.importorskip(library)
+    result = run("merge", model, "-r", "8", "-o", tmp_path / "glass")
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "glass" / "summary.json").read_text())
+    assert [one["picture"] for one in summary["pictures"]] == names
+    layers = len(summary["cost"]["tokens_before"])
+    assert summary["cost"]["tokens_after"][-1] == summary["cost"]["tokens_before"][-1] - 8 * layers
+    assert all(file.endswith((".png", ".mp4")) for one in summary["pictures"] for file in one["files"].values())

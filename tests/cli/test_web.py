@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 from tests.cli.words import one_line
 from tests.web.models import save, small_vit
 from vitrail.cli import app
+from vitrail.drawing.colors import VIRIDIS
 from vitrail.web.files import page_files
 
 
@@ -51,3 +53,9 @@ def test_the_page_has_its_scripts_and_nothing_of_python() -> None:
     files = page_files(["image"])
     assert {"index.html", "style.css", "app.js", "backend.js", "worker.js", "samples/church.png"} <= files.keys()
     assert not [name for name in files if name.endswith((".py", ".gz"))]
+
+
+def test_the_page_paints_with_the_map_of_the_drawings() -> None:
+    text = page_files(["image"])["draw.js"].decode().partition("const STOPS = [")[2].partition("];")[0]
+    stops = [[int(part) for part in one.split(",")] for one in re.findall(r"\[([\d, ]+)\]", text)]
+    assert stops == VIRIDIS.tolist()

@@ -91,12 +91,9 @@ def block(
 def merge(keys: np.ndarray, values: np.ndarray, sizes: np.ndarray) -> Merged:
     """Merge the most similar pairs of a token at an even position and one at an odd position."""
     count, best = len(keys), {}
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
     for a in range(SPECIAL, count, 2):
-        scores = [
-            (float(keys[a] @ keys[b] / np.linalg.norm(keys[a]) / np.linalg.norm(keys[b])), b)
-            for b in range(SPECIAL + 1, count, 2)
-        ]
-        best[a] = max(scores)
+        best[a] = max((float(unit[a] @ unit[b]), b) for b in range(SPECIAL + 1, count, 2))
     merging = sorted(best, key=lambda a: -best[a][0])[:MERGES]
     order = [*range(SPECIAL), *(a for a in best if a not in merging), *range(SPECIAL + 1, count, 2)]
     place = {token: at for at, token in enumerate(order)}

@@ -205,3 +205,10 @@ def test_export_to_a_full_disk_is_one_message(ending: str, small_disk: Path, tmp
     assert b"Traceback" not in done.stderr
     assert b"No space left" in done.stderr
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_usage_error_does_not_repeat_a_value_of_any_length() -> None:
+    result = CliRunner().invoke(app, ["inspect", "vitrail:tiny", "photos", "--engine", "x" * 100_000])
+    assert result.exit_code == 2
+    assert "--engine" in result.stderr
+    assert len(result.stderr) < 5000

@@ -297,6 +297,19 @@ def test_attention_is_recorded_inside_windows(name: str) -> None:
     assert float(nearest.max()) < 1e-9
 
 
+@torch.no_grad()
+def test_attention_is_recorded_of_queries_and_keys_mixed_on_the_grid() -> None:
+    model, images = small("mvit", torch.float64)
+    seen = vitrail.record(model, images, ("attention", "q", "v"), queries=[0])
+    assert list(seen.attention) == [3, 4, 6]  # the others pool, and run as they are
+    outputs: list[Tensor] = []
+    handle = trunk_blocks(model)[3].attn.proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
+    model(images)
+    handle.remove()
+    attended = (seen.attention[3] @ seen.v[3] + seen.q[3][:, :, :1]).transpose(1, 2).flatten(2)
+    assert torch.allclose(attended[:, 0], outputs[0][:, 0], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["swin", "sam2"])
 def test_reports_are_of_the_last_grid(name: str) -> None:
     model, images = small(name)

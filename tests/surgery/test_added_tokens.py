@@ -349,6 +349,7 @@ def test_files_that_do_not_fit(tmp_path):
         ({"tokens": [TokenSpec("t", Role.TASK, classes=2, position=True)]}, "no position"),
         ({"tokens": ["t"]}, "TokenSpec objects"),
         ({"tokens": None}, "list of TokenSpec"),
+        ({"tokens": torch.tensor(float("nan"))}, "list of TokenSpec"),
         ({"tokens": TokenSpec("t", Role.TASK, classes=2)}, "list of TokenSpec"),
         ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until opened"),
     ],

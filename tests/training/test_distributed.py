@@ -1,7 +1,11 @@
 """Distributed training: equal weights, checkpoints for any world size, and exit when a rank is lost."""
 
+import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.toys import FIELDS, difference, finish, make_photos, start, weights
+from tests.training.toys import FIELDS, ROOT, difference, finish, make_photos, start, weights
 from vitrail._distributed import World
 from vitrail.errors import TrainingError
 from vitrail.models import create_model
+from vitrail.surgery.saving import Settings
 from vitrail.training import Event, train
 from vitrail.training.distributed import explain_failures, find_blocks
 
@@ -54,6 +59,15 @@ def trained(folder: Path, name: str, **fields: Any) -> dict[str, torch.Tensor]:
 
 def test_ddp_gives_the_weights_of_one_rank(together: Path) -> None:
     assert difference(weights(together / "ddp" / "last"), trained(together, "one", **MIXED)) < 1e-5
+
+
+def test_added_tokens_learn_the_same_with_two_ranks(together: Path) -> None:
+    trained_fields = {"model": str(together / "ddp" / "last"), "options": {}, "image_size": None, "patch_size": None}
+    fields = {**FIELDS, **trained_fields, "tokens": None, "add_tokens": "register=2", "epochs": 1}
+    train(data=str(together / "photos"), out=str(together / "added-alone"), **fields)
+    ranks, alone = (Settings.read(together / name / "last").tensors for name in ("added", "added-alone"))
+    assert difference(dict(ranks), dict(alone)) < 1e-5
+    assert float(ranks["tokens.gates"].abs().max()) > 0.05
 
 
 def test_fsdp_gives_the_weights_of_one_rank(together: Path) -> None:
@@ -104,6 +118,47 @@ def test_killed_process_ends_the_others_with_a_message(tmp_path: Path) -> None:
     text = " ".join(errors.split())
     assert "rank 0 of 2 lost the connection" in text
     assert "Resume with resume=True (--resume) from" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_a_job_of_torchrun_with_one_message(killed: int, tmp_path: Path) -> None:
+    photos, out = make_photos(tmp_path / "photos"), tmp_path / "run"
+    options = [
+        f"--{name.replace('_', '-')}={value}" for name, value in FIELDS.items() if name not in ("options", "validation")
+    ]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+        *("-m", "vitrail", "train", "--data", str(photos), "-o", str(out), *options, "--epochs", "5000"),
+        *("--options", str(FIELDS["options"]), "--validation", "none", "--save-every", "1"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(out.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            assert job.poll() is None, job.communicate()
+        os.kill(ranks_of(job.pid)[killed], signal.SIGKILL)
+        killed_at = time.monotonic()
+        output, _ = job.communicate(timeout=60)
+        assert time.monotonic() - killed_at < 30
+    finally:
+        for process in (*ranks_of(job.pid).values(), job.pid) if job.poll() is None else ():
+            os.kill(process, signal.SIGKILL)
+    assert job.returncode
+    assert len(re.findall("^Error: ", output, re.MULTILINE)) == 1, output
+    assert "torchrun ends every rank" in output or "lost the connection" in output
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """The processes of the ranks that torchrun started, by rank (Linux)."""
+    threads = Path(f"/proc/{launcher}/task").iterdir()
+    found = {}
+    for process in " ".join((each / "children").read_text() for each in threads).split():
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        found.update({int(one[5:]): int(process) for one in variables if one.startswith(b"RANK=")})
+    return found
 
 
 def test_lost_link_and_full_device_are_explained() -> None:

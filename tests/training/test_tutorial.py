@@ -44,7 +44,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_command_runs(small: Path) -> None:
-    assert len(COMMANDS) == 13
+    assert len(COMMANDS) == 15
     for line in COMMANDS:
         name, *arguments = shlex.split(line)
         assert name == "vitrail"

@@ -25,6 +25,14 @@ def main(folder: Path) -> None:
 
     run("ddp", mixup=0.2, cutmix=1.0, augment="medium", ema=0.9, validation=0.25, epochs=2)
     run("fsdp", shard="fsdp", ema=0.9, validation=0.25, epochs=2, save_every="2 steps", accumulate=2)
+    trained = {
+        "model": str(folder / "ddp" / "last"),
+        "options": {},
+        "tokens": None,
+        "image_size": None,
+        "patch_size": None,
+    }
+    run("added", add_tokens="register=2", epochs=1, **trained)
     # Runs of one process go on with two, to the end.
     train(out=str(folder / "alone"), resume=True, on_event=on_event)
     train(out=str(folder / "alone-fsdp"), resume=True, shard="fsdp")

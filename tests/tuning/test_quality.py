@@ -10,6 +10,7 @@ import torch
 
 from vitrail.errors import InvalidOption
 from vitrail.tuning import QUALITIES, Tolerance
+from vitrail.tuning.quality import of_tasks
 
 
 def outputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,3 +68,17 @@ def test_a_tolerance_is_read_from_text_or_a_pair() -> None:
 def test_anything_else_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidOption, match="agreement"):
         Tolerance.parse(wrong)
+
+
+def test_tasks_side_by_side_are_compared_one_by_one() -> None:
+    output, reference = torch.randn(2, 40, 5, generator=torch.Generator().manual_seed(0)).double()
+    sizes = [2, 3]
+    parts = list(zip(output.split(sizes, 1), reference.split(sizes, 1), strict=True))
+    agree, kl = (QUALITIES[name].compare for name in ("agreement", "kl"))
+    both = of_tasks(agree, sizes, share=True)(output, reference, None).tolist()
+    first, second = (agree(*part, None).tolist() for part in parts)
+    assert both == [float(a and b) for a, b in zip(first, second, strict=True)]
+    assert 0 < sum(both) < 40
+    assert both != agree(output, reference, None).tolist()  # the largest logit of all
+    summed = of_tasks(kl, sizes, share=False)(output, reference, None)
+    torch.testing.assert_close(summed, kl(*parts[0], None) + kl(*parts[1], None))

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import vitrail
 from tests.models.mixes import SMALL, built, random_images
 from vitrail.analysis.statistics import split_images, wilson
-from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.merging.method import as_method
 from vitrail.models import ViTConfig
+from vitrail.tokens import Role, TokenSpec
 from vitrail.tuning import SEARCHES, Tuning, tune
 from vitrail.tuning.tuner import Tuner
 
@@ -53,6 +55,15 @@ def test_the_tolerance_holds_on_held_out_images(model: Any, images: Tensor, sear
     assert found.tuned_on + found.held_out == COUNT
     assert min(one.flops for one in found.curve) <= found.flops
     assert found.speedup > 0
+
+
+def test_images_that_cannot_be_read_are_named(model: Any, tmp_path: Path) -> None:
+    for number in range(8):
+        Image.new("RGB", (24, 24), (30 * number, 90, 200 - 20 * number)).save(tmp_path / f"{number}.png")
+    (tmp_path / "3.png").write_bytes(b"no image")
+    with pytest.warns(VitrailWarning, match=r"left out 1 sample: .*3\.png"):
+        found = quickly(model, tmp_path, "agreement 0.5", seconds=2)
+    assert found.tuned_on + found.held_out == 7
 
 
 def test_a_looser_tolerance_merges_more(model: Any, images: Tensor) -> None:
@@ -289,3 +300,21 @@ def test_what_cannot_be_tuned_is_refused(model: Any, images: Tensor) -> None:
     with vitrail.merge(model, r=1), pytest.raises(AlreadyApplied):
         quickly(model, images, "agreement 0.9")
     assert not hasattr(model, "_vitrail_plan")
+
+
+def test_all_tasks_of_a_model_have_to_agree() -> None:
+    torch.manual_seed(0)
+    small = {"image_size": 24, "patch_size": 4, "width": 16, "depth": 3, "heads": 2}
+    tokens = (TokenSpec("digit", Role.TASK, classes=4), TokenSpec("speaker", Role.TASK, classes=3))
+    model = vitrail.create_model("vit_tiny_patch16", **small, tokens=tokens, num_classes=0).eval()
+    images = torch.randn(COUNT, 3, 24, 24)
+    found = quickly(model, images, gflops=0.6 * vitrail.count(model).flops / 1e9)
+    test = split_images(COUNT, test_share=0.5, seed=0).test
+    with torch.no_grad():
+        before = model(images[test]).by_role
+        with found.apply(model):
+            after = model(images[test]).by_role
+    same = torch.stack([before[name].argmax(1) == after[name].argmax(1) for name in before]).all(0)
+    assert found.value == pytest.approx(float(same.double().mean()))
+    with pytest.raises(InvalidOption, match="for models of one task"):
+        quickly(model, images, "accuracy_loss 0.1", labels=torch.zeros(COUNT, dtype=torch.long))

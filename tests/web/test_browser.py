@@ -279,6 +279,36 @@ def test_the_lines_of_python_compute_what_is_shown(
         )
 
 
+@pytest.mark.slow
+def test_registers_of_a_link_and_their_lines_of_python(
+    opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in which two neurons make artifacts, and an image that has them."""
+    pytest.importorskip("timm")
+    from tests.surgery.test_registers import planted
+
+    with torch.no_grad():
+        model, images = planted()
+    bright = (images[0].movedim(0, -1).clamp(-1, 1) * 127.5 + 127.5).byte().numpy()
+    Image.fromarray(bright).save(tmp_path / "bright.png")
+    with serving(views_of(model.float(), "planted"), cache=Cache()) as address:
+        page = opened("value=1&registers=on", address)
+        page.set_input_files("#upload", tmp_path / "bright.png")
+        until(page, "document.getElementById('status').textContent === 'bright.png is open.'")
+        page.wait_for_timeout(2000)
+        with page.expect_download() as download:
+            page.click("#save-json")
+        shown = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))["registers"]
+        page.click("#show-python")
+        code = page.inner_text("#python code")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vitrail, "load_model", lambda name: model)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert max(shown["before"]) > 20 * max(shown["after"])
+    assert found["with_registers"][-16:].tolist() == pytest.approx(shown["after"], rel=1e-3)
+
+
 def partition(groups: list[int]) -> set[tuple[int, ...]]:
     return {tuple(index for index, other in enumerate(groups) if other == one) for one in groups}
 

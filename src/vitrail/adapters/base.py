@@ -257,6 +257,10 @@ class BlockAdapter(ABC):
             raise UnsupportedModel(f"the MLP of this {type(block).__name__} has no linear layer")
         return found[-1][1]
 
+    def attend_last(self, block: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules whose output is that of attention, before `attend_branch`; of these the last that ran."""
+        raise UnsupportedModel(f"the output of attention cannot be observed in {type(block).__name__}")
+
     def pair_weights(self, block: nn.Module) -> int:
         """Count the weights that multiply every pair of tokens while attending, besides queries and keys."""
         return 0

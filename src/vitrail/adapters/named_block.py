@@ -201,6 +201,11 @@ class NamedBlock(BlockAdapter):
         found = (find_part(block, path) for path in paths if path is not None)
         return [part for part in found if part is not None]
 
+    def attend_last(self, block: nn.Module) -> Sequence[nn.Module]:
+        paths = (self.names.proj, self.names.attention)
+        found = [find_part(block, path) for path in paths if path is not None]
+        return [part for part in found if part is not None] or super().attend_last(block)
+
     def feed_parts(self, block: nn.Module) -> Sequence[nn.Module]:
         paths = (self.names.mlp,) if isinstance(self.names.mlp, str) else self.names.mlp
         return [find_part(block, path) for path in paths]

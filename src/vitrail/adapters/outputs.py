@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitrail._arguments import checked
 from vitrail._wording import kind_of
 from vitrail.adapters.registry import head_names
+from vitrail.adapters.saved import class_names
 from vitrail.errors import UnsupportedInput
-from vitrail.heads.by_role import Heads
+from vitrail.heads.by_role import Heads, Output
 
 
 @checked
@@ -50,7 +52,12 @@ def head_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """Return the tensor of a model's output: the output itself, its logits, pooled features or tokens."""
+    """Return the tensor of a model's output: the output itself, its logits, pooled features or tokens.
+
+    Of a model with task tokens alone, it is the logits of all tasks side by side.
+    """
+    if isinstance(output, Output) and output.logits is None and output.by_role:
+        return torch.cat(list(output.by_role.values()), 1)
     names = ("logits", "pooler_output", "last_hidden_state")
     for value in (output, *(getattr(output, name, None) for name in names)):
         if isinstance(value, Tensor):
@@ -58,6 +65,16 @@ def output_tensor(output: Any) -> Tensor:
     raise UnsupportedInput(
         f"the model returned {kind_of(output)}; expected a tensor, or an output with {' or '.join(names)}"
     )
+
+
+def task_sizes(model: nn.Module, output: Any) -> list[int]:
+    """Return the number of classes of each task, in the order in which `output_tensor` has them side by side."""
+    heads = output.by_role if isinstance(output, Output) else {}
+    if heads and output.logits is None:
+        return [scores.shape[1] for scores in heads.values()]
+    sizes = [len(names) for column, names in class_names(model).items() if column not in heads]
+    width = output_tensor(output).shape[-1]
+    return sizes if sum(sizes) == width else [width]
 
 
 CONSTANTS = (type(None), bool, int, float, str)

@@ -24,8 +24,8 @@ PREFIX = "vitrail:"
 PLACES = (".", "best", "last")
 """Subdirectories that may hold a model, in order; a run directory has its best and its last one."""
 
-EMBEDDED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
-"""Trained models that come with the package, ``vitrail:NAME``, and their directories."""
+EMBEDDED = {name: Path(__file__).parents[1] / "weights" / name for name in ("tiny", "audio", "video")}
+"""Trained models that come with the package, ``vitrail:NAME``, and their directories: of images, sounds and clips."""
 
 
 def named(model: str | Path) -> Path:

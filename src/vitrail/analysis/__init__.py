@@ -10,6 +10,7 @@
 ``downstream``  frozen features: classification, segmentation, depth, a small decoder, boundary F-score
 ``roles``       are special tokens copies of each other, or do they specialize?
 ``survey``      norms over checkpoints or models
+``residuals``   how much does each layer add to the residual stream, and which does LayerScale hold back?
 ``statistics``  splits and confidence intervals over images
 ==============  ==============================================================================================
 
@@ -25,6 +26,7 @@ __all__ = [
     "norms",
     "probes",
     "redundancy",
+    "residuals",
     "result",
     "roles",
     "statistics",

@@ -179,6 +179,8 @@ def iou(box: Box | Tensor, boxes: Boxes) -> Tensor:
 class CorLoc(Result):
     """Correct localization: the share of images whose box has an IoU of ``threshold`` or more with a true one.
 
+    An IoU of exactly ``threshold`` counts, as in the code of LOST.
+
     ``low`` and ``high`` are Wilson's interval at 95 %. All three are None if no image has a true box; images without
     one are left out and counted in ``without_truth``.
     """

@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from statistics import median
 from typing import Any
 
@@ -15,13 +14,12 @@ from torch import nn
 from vitrail.bench.benchmark import Tell, run
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.result import BenchResult
+from vitrail.drawing.plots import require_matplotlib
 from vitrail.drawing.theme import LIGHT, PLOT, SERIES
-from vitrail.errors import InvalidOption
 
 SWEPT = {"r": "tokens merged per layer (r)", "batch": "images per batch"}
 """Settings that can be swept, with their axis labels."""
 
-PLOT_FORMATS = ("png", "svg", "pdf")
 COLORS = {"unmerged": LIGHT["soft"], "sliced": SERIES[1], "merged": SERIES[0]}
 
 
@@ -84,14 +82,3 @@ def _plot(figure: Any, results: Sequence[BenchResult], name: str, kind: str) -> 
     content = io.BytesIO()
     figure.savefig(content, format=kind)
     return content.getvalue()
-
-
-def require_matplotlib(kind: str) -> Any:
-    """Return matplotlib; raise if the file format is unknown or matplotlib is missing."""
-    if kind not in PLOT_FORMATS:
-        raise InvalidOption(f"plots are {', '.join(PLOT_FORMATS)} files; got {kind or 'no suffix'!r}")
-    try:
-        import_module("matplotlib.figure")
-        return import_module("matplotlib")
-    except ImportError as error:
-        raise InvalidOption("plots need matplotlib; install it with `pip install vitrail[plot]`") from error

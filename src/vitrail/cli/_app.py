@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.ranks import exit_at_once
+from vitrail.errors import VitrailError
 
 GROUPS = {
     "Look": {
@@ -30,6 +31,7 @@ GROUPS = {
     },
     "Train": {
         "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
+        "stability": "Show how stable a training run was: gradients and residual branches by layer, loss spikes.",
         "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
     },
     "Use at scale": {
@@ -42,6 +44,9 @@ GROUPS = {
 """What each command does, by what the user does. Its file has the function of its name, whose docstring says more."""
 
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""Base class of the errors of options and arguments; typer exports its subclasses alone."""
 
 STYLE: dict[str, Any] = {
     "add_completion": False,
@@ -73,6 +78,14 @@ class Commands(TyperGroup):
             console.use_options(command.params)
             rest = options.with_present_names(rest, {one for given in command.params for one in given.opts})
         return name, command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; an error of usage repeats the value that was given, of any length, so it is cut."""
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            error.message = str(VitrailError(error.message))  # type: ignore[attr-defined]
+            raise
 
 
 app = typer.Typer(

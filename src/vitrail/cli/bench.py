@@ -14,11 +14,12 @@ from rich.table import Table
 
 from vitrail.bench import MODES, VARIANTS, BenchConfig, BenchResult
 from vitrail.bench.result import LEGEND, summary, title
-from vitrail.bench.sweep import plot, require_matplotlib, sweep
+from vitrail.bench.sweep import plot, sweep
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable, write_atomically, write_text
 from vitrail.cli._shared.ranks import INTERRUPTED, command
+from vitrail.drawing.plots import require_matplotlib
 from vitrail.errors import VitrailError
 
 COLUMNS = ("variant", "mode", "ms", "images/s", "TMAC/s", "peak MB", "ready s", "diff")
@@ -27,6 +28,7 @@ EXAMPLES = (
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 1 --dtype bf16 --compile --graph",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 8 --dtype bf16 --capture",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 128 --dtype bf16 --train -o training.json",
+    "vitrail bench vitrail:video --r 12 --batch-size 8",
     "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch-size 8 --device cpu --plot sweep.png",
 )
 SWEEP = "; comma-separated values for a sweep."

@@ -26,7 +26,7 @@ def compare(
     ctx: typer.Context,
     first: Annotated[str, typer.Argument(metavar="A", help=EITHER)],
     second: Annotated[str, typer.Argument(metavar="B", help="A report or a model, like A.")],
-    images: inspect.Images = None,
+    images: options.Samples = None,
     out: inspect.Out = Path("compare.html"),
     limit: options.Limit = 200,
     batch: options.Batch = 16,

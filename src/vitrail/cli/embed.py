@@ -14,6 +14,7 @@ EXAMPLES = (
     "vitrail embed timm:vit_small_patch14_dinov2 photos/ -o features.parquet --image-size 224",
     "vitrail embed hf:facebook/dinov2-base pets.parquet -o features.npy --merge r=8 --dtype float32",
     "vitrail embed vitrail:tiny photos/ -o features/ --tokens class,mean,patches@3 --merge tune.json",
+    "vitrail embed vitrail:audio sounds/ -o sounds.parquet",
     "vitrail embed timm:vit_base_patch16_clip_224 s3://bucket/photos/ -o s3://bucket/features/ --engine ray",
 )
 

@@ -26,6 +26,7 @@ EXAMPLES = (
     "vitrail evaluate runs/student val.parquet",
     "vitrail evaluate runs/student/last photos/ --merge r=8 -o result.json",
     "vitrail evaluate runs/pets breeds.parquet --tasks breed",
+    "vitrail evaluate vitrail:audio digits.parquet --merge r=0,4,8",
     "vitrail evaluate timm:deit_small_patch16_224 val/ --merge r=0,4,8,16 --class-map names.json",
     "On several devices: torchrun --nproc-per-node 4 -m vitrail evaluate runs/student val.parquet",
 )
@@ -33,9 +34,9 @@ EXAMPLES = (
 
 def evaluate(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Run or model directory, or timm:NAME, hf:REPO-OR-FOLDER, …")
+        str, typer.Argument(metavar="MODEL", help=f"Run or model directory, {options.INCLUDED}, or timm:NAME, …")
     ],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="Labeled images, as for training.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Labeled images, sounds or clips, as for training.")],
     merge: Annotated[
         str | None,
         typer.Option(

@@ -21,6 +21,7 @@ from vitrail.export import ExportResult
 from vitrail.export import export as export_model
 from vitrail.export.formats import find_format
 from vitrail.export.script import write_script
+from vitrail.surgery.saving.changes import merge_arguments
 
 EXAMPLES = (
     "vitrail export timm:vit_base_patch16_224 --r 16 -o vit.onnx",
@@ -49,6 +50,7 @@ def export(
     r: options.R = None,
     keep: options.Keep = None,
     gflops: options.Gflops = None,
+    merge: options.Merge = None,
     format: Annotated[
         str | None,
         typer.Option(metavar="onnx|pt2", help="ONNX, or a torch.export program; from the file name by default."),
@@ -71,9 +73,9 @@ def export(
 
     The number of tokens in every block must be the merged model's, too. If anything fails, no file is left.
     """
-    settings = options.merge_options(ctx.params)
     torch_dtype = None if dtype is None else DTYPES[dtype]
     with command():
+        chosen = options.merge_options(ctx.params)
         find_format(out, format).check(torch_dtype or torch.float32, opset)  # before the model is loaded
         check_writable(out, "-o")
         with console.status(f"Loading {model}"):
@@ -81,6 +83,7 @@ def export(
         if random_weights:
             console.note(f"{model} has random weights: use the file for trying things out only.")
         example = torch.zeros(1, *loaded.spec.shape)
+        settings = merge_arguments(chosen, loaded.model)
         with vitrail.merge(loaded.model, **settings) as merging, console.status(f"Exporting {model}"):
             result = export_model(
                 loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset

@@ -40,11 +40,10 @@ EXAMPLES = (
     "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --image-size 518 -o report.html",
     "vitrail inspect hf:facebook/dinov2-base pets.parquet --labels breed --limit 1000",
     "vitrail inspect timm:vit_tiny_patch16_224 --random-weights --no-probes",
+    "vitrail inspect vitrail:audio sounds/ -o sounds.html",
     "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect hf:facebook/dinov2-large photos/ --limit 0",
 )
 
-SOURCES = f"{options.SOURCES} Default: sample images."
-Images = Annotated[list[Path] | None, typer.Argument(metavar="IMAGES", help=SOURCES, show_default=False)]
 Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of a parquet file with the classes.")]
 Probes = Annotated[bool, typer.Option(help="Fit probes, which takes the longest.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of splits, draws and random weights.")]
@@ -55,7 +54,7 @@ Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help=PAGE)]
 def inspect(
     ctx: typer.Context,
     model: options.Model,
-    images: Images = None,
+    images: options.Samples = None,
     out: Out = Path("report.html"),
     limit: options.Limit = 200,
     batch: options.Batch = 16,

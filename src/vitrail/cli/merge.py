@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -19,6 +19,7 @@ from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, Result, Summary, markdown, markdown_table, write_summary
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError
+from vitrail.surgery.saving.changes import merge_arguments
 
 COLUMNS = ("panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (
@@ -31,6 +32,8 @@ EXAMPLES = (
     "vitrail merge timm:vit_small_patch14_dinov2 cat.jpg --keep 0.25 --image-size 518",
     "vitrail merge hf:facebook/deit-small-patch16-224 cat.jpg --gflops 2.5 --schedule decreasing",
     "vitrail merge timm:vit_tiny_patch16_224 cat.jpg -r 16 --random-weights",
+    "vitrail merge vitrail:audio -r 8",
+    "vitrail merge vitrail:video clips/ -r 12",
     "vitrail merge hf:MCG-NJU/videomae-base-finetuned-kinetics clips/ -r 64",
     "vitrail merge hf:MIT/ast-finetuned-audioset-10-10-0.4593 'sounds/*.wav' -r 32",
 )
@@ -39,13 +42,11 @@ EXAMPLES = (
 def merge(
     ctx: typer.Context,
     model: options.Model,
-    images: Annotated[
-        list[Path],
-        typer.Argument(metavar="IMAGES", help=options.SOURCES),
-    ],
+    images: options.Samples = None,
     r: options.R = None,
     keep: options.Keep = None,
     gflops: options.Gflops = None,
+    merge: options.Merge = None,
     out: options.Folder = Path("glass"),
     schedule: options.Schedule = None,
     order: options.Order = "paper",
@@ -62,18 +63,20 @@ def merge(
     writes a summary with tokens per layer, FLOPs, and how close the merged model's output is to the unmerged
     one's.
     """
-    settings = options.merge_options(ctx.params)
     with command():
+        chosen = options.merge_options(ctx.params)
         given: dict[str, Any] = {"labels": None, "limit": limit or None}
-        dataset = open_dataset(images, **given)
+        source = images or None
+        dataset = open_dataset(source, **given)
         readable = find_readable(dataset)  # before loading the model, which may take long
         with console.status(f"Loading {model}"):
             loaded = load(model, "merge", random=random_weights, size=size, device=device)
-        fitting = open_for(dataset, images, loaded.spec, **given)
+        fitting = open_for(dataset, source, loaded.spec, **given)
         if fitting is not dataset:
             dataset, readable = fitting, find_readable(fitting)
         readable.note()
         good, skipped = readable.indices, readable.skipped
+        settings = merge_arguments(chosen, loaded.model)
         with vitrail.merge(loaded.model, **settings) as merging:  # wrong options are found before anything is written
             config = merging.config
         folder = make_directory(out)

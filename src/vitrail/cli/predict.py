@@ -13,6 +13,7 @@ from vitrail.embedding import Predictor
 EXAMPLES = (
     "vitrail predict timm:vit_small_patch16_224 photos/ -o labels.csv",
     "vitrail predict runs/pets photos/ -o labels.parquet --top 3 --merge r=8",
+    "vitrail predict vitrail:audio sounds/ -o digits.csv",
     "vitrail predict hf:google/vit-base-patch16-224 s3://bucket/shards/ -o labels/ --engine ray --address auto",
 )
 

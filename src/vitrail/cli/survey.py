@@ -31,7 +31,7 @@ def survey(
     ctx: typer.Context,
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help=MODELS)],
     images: Annotated[
-        list[Path] | None, typer.Option("--data", metavar="IMAGES", help=inspect.SOURCES, show_default=False)
+        list[Path] | None, typer.Option("--data", metavar="IMAGES", help=options.SAMPLES, show_default=False)
     ] = None,
     out: inspect.Out = Path("survey.html"),
     limit: options.Limit = 200,

@@ -20,6 +20,7 @@ EXAMPLES = (
     "vitrail tune timm:vit_small_patch16_224 photos/ --within 'agreement 0.99'",
     "vitrail tune vitrail:tiny photos/ --within 'kl 0.02' --method tome --method energy --search evolution",
     "vitrail tune hf:facebook/dinov2-small photos/ --within 'cosine 0.98' -o tune.json",
+    "vitrail tune vitrail:video clips/ --within 'agreement 0.99'",
     "vitrail tune timm:vit_base_patch16_224 photos/ --gflops 9 --quality kl",
 )
 

@@ -515,7 +515,7 @@ def open_dataset(
             - a map-style torch dataset of images, (image, label) or (image, labels); a list of images;
             - a tensor or array (N, C, H, W) or (N, C, T, H, W), or `Arrays` with labels;
             - a `Source` of your own, or a dataset opened before, of which only its label columns are known;
-            - by default, the sample images.
+            - by default, the samples of the package: images, or those of ``modality``.
         labels: label columns, one for each task. By default the column that is most likely the class, called
             ``label`` then. None: no labels.
         classes: names of the classes as a checkpoint knows them; class numbers follow these.
@@ -544,7 +544,7 @@ def open_dataset(
     if limit is not None:
         check_int("limit", limit)
     columns = None if labels is None else as_tuple(labels)
-    source = list(samples().values()) if source is None else source
+    source = list(samples(modality or "image").values()) if source is None else source
     if columns == () and isinstance(kind, str) and kind in PIXEL_COLUMNS:
         columns = (PIXEL_COLUMNS[kind],)
     kinds = read_kinds(kind, columns or tuple(classes or ()))

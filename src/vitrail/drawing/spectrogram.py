@@ -76,7 +76,7 @@ def frequency_ticks(bands: int, sampling: Spectrogram, space: float = 0.07) -> l
 def time_ticks(frames: int, sampling: Spectrogram) -> list[tuple[float, str]]:
     """Return round times for an axis, each as a share of the width and a text."""
     seconds = frames * sampling.hop_samples / sampling.rate
-    return [(time / seconds, text) for time, text in _ticks(seconds)]
+    return [(float(time / seconds), text) for time, text in _ticks(seconds)]
 
 
 def _padded(values: np.ndarray) -> np.ndarray:

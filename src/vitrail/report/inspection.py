@@ -60,7 +60,7 @@ def inspect(
         model: any supported model; it is in evaluation mode during the inspection.
         data: an image file, a directory, several of these, or a parquet file; a dataset of them; preprocessed images
             (B, C, H, W); or batches of those, each a tensor or (tensor, labels), in the same order each time. None for
-            the sample images of the package.
+            the samples of the package.
         batch_size: images per batch, unless the data is batches.
         limit: maximum number of images.
         labels: label column of a dataset, see :func:`~vitrail.data.open_dataset`; for a tensor, one integer per image.
@@ -81,9 +81,9 @@ def inspect(
         raise InvalidOption(f"batch_size must be 1 or more, and seed an integer; got {batch_size!r} and {seed!r}")
     report_progress = progress or (lambda stage, done, total: None)
     found = find(model)
-    given = list(samples().values()) if data is None else data
-    source = open_batches(given, limit=limit, labels=labels, axes=input_axes(found))
     spec = found.adapter.input_spec(found.trunk)
+    given = list(samples(spec.modality).values()) if data is None else data
+    source = open_batches(given, limit=limit, labels=labels, axes=input_axes(found))
     settings = {"batch_size": batch_size, "limit": limit, "probes": probes, "discovery": discovery, "cure": cure}
     with _moved(model, device) as where:
         collector = Collector(model, spec, source.total, objects=discovery)

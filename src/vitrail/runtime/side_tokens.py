@@ -49,6 +49,10 @@ class SideTokens(nn.Module):
         self.is_open = False
         self.register_load_state_dict_post_hook(_restore_is_open)
 
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters without weight decay: tokens, unless their spec sets ``decay``."""
+        return {f"values.{spec.name}" for spec in self.specs if not spec.decay}
+
     def turn(self, is_open: bool) -> None:
         """Open or close the gates; open gates require gradients."""
         self.opened.fill_(int(is_open))

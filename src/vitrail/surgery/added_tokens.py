@@ -131,7 +131,7 @@ class AddedTokens(Handle):
     @classmethod
     def _find(cls, model: nn.Module) -> Self | None:
         trunk = extended_trunk(model)
-        return None if trunk is None else cls(model, find(trunk), trunk._vitrail_plan.added)  # type: ignore[union-attr, arg-type]
+        return None if trunk is None else cls(model, find(trunk), _module_of(trunk))
 
     @classmethod
     def load(cls, model: nn.Module, path: str | Path) -> AddedTokens:
@@ -279,6 +279,25 @@ class AddedTokens(Handle):
         self.found.trunk._vitrail_plan.solved.clear()  # type: ignore[union-attr, operator]
 
 
+def added_module(model: nn.Module) -> AddedModule | None:
+    """Return the module of a model's added tokens; None without any."""
+    trunk = extended_trunk(model)
+    return None if trunk is None else _module_of(trunk)
+
+
+def split_states(states: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of a model and those of its added tokens, from the state_dict of the model with them."""
+    inside = f"{TOKENS}."
+    own = {name: value for name, value in states.items() if inside not in name}
+    return own, {name.partition(inside)[2]: value for name, value in states.items() if inside in name}
+
+
+def _module_of(trunk: nn.Module) -> AddedModule:
+    module = trunk.get_submodule(TOKENS)
+    assert isinstance(module, AddedModule)
+    return module
+
+
 def _find_trunk(model: nn.Module) -> Found:
     check_module(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -332,9 +351,9 @@ def _specs(
     specs += [TokenSpec("distillation", Role.DISTILLATION)] if distillation else []
     specs += [TokenSpec("registers", Role.REGISTER, registers)] if registers else []
     specs += [TokenSpec(name, Role.TASK, classes=outputs) for name, outputs in (tasks or {}).items()]
-    if isinstance(tokens, TokenSpec | Mapping) or not isinstance(tokens, Iterable):
-        raise InvalidOption(f"tokens is a list of TokenSpec objects; got {tokens!r}")
-    checked = check_specs([*specs, *tokens])
+    if isinstance(tokens, TokenSpec | Mapping):
+        raise InvalidOption(f"tokens is a list of TokenSpec objects; got {shown(tokens)}")
+    checked = check_specs([*specs, *check_specs(tokens)])
     if not checked:
         raise InvalidOption("no tokens to add; set registers=, tasks=, classes=, distillation= or tokens=")
     return checked

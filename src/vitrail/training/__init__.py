@@ -5,6 +5,7 @@ Run, load_trained, Labels       a finished run; a trained model with its class n
 evaluate, Evaluation            accuracy of a model, head by head and fused
 Arrays                          labeled tensors as data: spectrograms, videos, anything
 Event, read_log                 progress of a run, and its log
+Stability, read_stability       gradients and residual branches by layer, spikes of the loss
 
 Modules, in the order of a run:
 
@@ -15,6 +16,7 @@ loop, step                      the training loop; one step, captured as a CUDA 
 objective/                      targets, losses, teachers, self-distillation
 optim/                          optimizers, learning rate schedule, EMA
 evaluation/                     outputs, metrics, token diagnostics, `evaluate`
+stability/                      gradient and residual norms by layer over training
 run_directory, log              files of a run
 checkpoint, interrupt           how a run stops and continues
 distributed                     DDP and FSDP
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from vitrail.training.evaluation.result import Evaluation
     from vitrail.training.log import Event, read_log
     from vitrail.training.run_directory import Labels, Run, load_trained
+    from vitrail.training.stability.result import Stability, read_stability
     from vitrail.training.trainer import train
 
 __all__ = [
@@ -45,9 +48,11 @@ __all__ = [
     "Event",
     "Labels",
     "Run",
+    "Stability",
     "evaluate",
     "load_trained",
     "read_log",
+    "read_stability",
     "train",
 ]
 
@@ -58,6 +63,7 @@ _HOMES = {
     "Evaluation": "vitrail.training.evaluation.result",
     **dict.fromkeys(("Event", "read_log"), "vitrail.training.log"),
     **dict.fromkeys(("Labels", "Run", "load_trained"), "vitrail.training.run_directory"),
+    **dict.fromkeys(("Stability", "read_stability"), "vitrail.training.stability.result"),
     "train": "vitrail.training.trainer",
 }
 

@@ -12,6 +12,7 @@ from vitrail._distributed import ConnectionLost, World
 from vitrail.errors import TrainingError
 from vitrail.models import ViT
 from vitrail.surgery import Merging
+from vitrail.surgery.added_tokens import added_module
 from vitrail.training.config import Config
 
 
@@ -53,7 +54,9 @@ def wrap(learner: nn.Module, config: Config, world: World) -> nn.Module:
         learner,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=not isinstance(model, ViT) or _skips_layers(model, config),
+        find_unused_parameters=not isinstance(model, ViT)
+        or added_module(model) is not None  # a norm that nothing reads, heads without labels
+        or _skips_layers(model, config),
     )
 
 

@@ -32,6 +32,7 @@ from vitrail.training.evaluation.tallies import all_reduce
 from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
 from vitrail.training.log import Event, Log, Meter, OnEvent
 from vitrail.training.model import Models
+from vitrail.training.objective.objective import Terms
 from vitrail.training.optim.ema import Ema
 from vitrail.training.optim.optimizer import lr_at, make_optimizer, optimizer_tensors
 from vitrail.training.run_directory import (
@@ -45,6 +46,7 @@ from vitrail.training.run_directory import (
     last_evaluation,
     write_model,
 )
+from vitrail.training.stability.monitor import KIND, Monitor
 from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention
 
 AUGMENT, MIX, MODEL = 1, 2, 3
@@ -79,13 +81,17 @@ class Loop:
         wrapped = wrap(models.learner, config, world)
         self.sharded = wrapped is models.learner and world.world_size > 1
         decay = config.weight_decay or 0.0
-        self.optimizer = make_optimizer(models.learner, config.lr or 0.0, decay, config.optimizer)
+        self.optimizer = make_optimizer(models.learner, config.lr or 0.0, decay, config.optimizer, models.rates)
         self.ema = Ema(models.model, config.ema) if config.ema else None
         self.checkpoints = Checkpoints(self.folder / CHECKPOINTS, config.keep, world)
         self.log = Log(
             self.folder / LOG if world.is_main else None, self.folder / "tensorboard" if config.tensorboard else None
         )
-        self.step = Step(config, models, wrapped, self.optimizer, capture_for(config, world), self.note)
+        self.monitor = (
+            Monitor(models.model, models.learner, world.device) if config.diagnostics == "stability" else None
+        )
+        watching = {} if self.monitor is None else {"after_backward": self.monitor.record_gradients}
+        self.step = Step(config, models, wrapped, self.optimizer, capture_for(config, world), self.note, **watching)
         self.per_epoch = self.loader.steps_per_epoch
         self.total = (config.epochs or 0) * self.per_epoch
         self.meter = Meter(world.device)
@@ -143,12 +149,23 @@ class Loop:
     def _train_step(self, step: int) -> None:
         images, labels, mixed = self._batch(step)
         torch.manual_seed(mix(self.config.seed, MODEL, step, self.world.rank))
-        for terms in self.step(images, labels, mixed, self._lr(step)):
+        found = self.step(images, labels, mixed, self._lr(step))
+        for terms in found:
             self.meter.add(terms, step)
+        if self.monitor is not None:
+            self._watch(self.monitor, found, images, step + 1)
         if self.ema is not None:
             self.ema.update(step)
         after_step: Any = self.models.learner.after_step
         after_step((step + 1) / self.total)
+
+    def _watch(self, monitor: Monitor, found: Sequence[Terms], images: Tensor, done: int) -> None:
+        """Measure stability, and write what an interval between two log lines showed."""
+        monitor.add(found)
+        if done % self.config.log_every == 0 or done == self.total:
+            seen = images if self.config.recipe == "labels" else images[:, 0]  # one of the views
+            dtype = torch.bfloat16 if self.config.half else None
+            self.log.write(KIND, step=done, **monitor.take(seen, all_reduce, self.world.world_size, dtype))
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """Return this rank's images of a step, augmented and mixed, and their labels."""
@@ -200,7 +217,7 @@ class Loop:
     def _check(self, done: int, stop: Stop) -> None:
         """Stop all ranks if a loss is not finite or an interrupt arrived; report progress."""
         found = self.world.all_gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
-        self._refuse_divergence([fault for fault, *_ in found])
+        self._refuse_divergence([fault for fault, *_ in found], done)
         wanted, late = (any(each) for each in list(zip(*found, strict=True))[1:])
         if (wanted or late) and done < self.total:
             self._save(done)
@@ -211,10 +228,12 @@ class Loop:
         if done % self.config.log_every == 0:
             self.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
 
-    def _refuse_divergence(self, losses: Sequence[tuple[int, list[str]] | None]) -> None:
+    def _refuse_divergence(self, losses: Sequence[tuple[int, list[str]] | None], done: int) -> None:
         """Raise on all ranks if a loss was not finite; ``losses`` are the first such step and its terms by rank."""
         faults = [(*fault, rank) for rank, fault in enumerate(losses) if fault is not None]
         if faults:
+            if self.monitor is not None and self.monitor.started:
+                self.log.write(KIND, step=done, **self.monitor.take(None, all_reduce, self.world.world_size))
             step, terms, rank = min(faults)
             where = f" on rank {rank}" if self.world.world_size > 1 else ""
             batch = f"epoch {step // self.per_epoch}, batch {step % self.per_epoch}"
@@ -234,7 +253,7 @@ class Loop:
         if self._finite_at == done:
             return
         found = self.world.all_gather((self.meter.first_nonfinite(), find_nonfinite(self.tensors())))
-        self._refuse_divergence([loss for loss, _ in found])
+        self._refuse_divergence([loss for loss, _ in found], done)
         bad = sorted({name for _, names in found for name in names})
         if bad:
             self.world.fail(
@@ -344,6 +363,7 @@ class Loop:
             "classes": self.classes,
             "data": self.fingerprint,
             "config": fixed_options(self.config),
+            "stability": None if self.monitor is None else self.monitor.to_dict(),
         }
         model = None if self.sharded else self._model_writer(done)
         path = self.checkpoints.save(done, self.tensors(), meta, model)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail._distributed import World
-from vitrail.adapters import ModelRequest, load_model
+from vitrail.adapters import ModelRequest, find, load_model
 from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels, read_targets
 from vitrail.adapters.vitrail import with_kinds
@@ -26,10 +26,13 @@ from vitrail.errors import InvalidOption, ModelLoadError, VitrailError
 from vitrail.merging.methods.learned import LearnedMethod
 from vitrail.models import MODELS, ViT
 from vitrail.models.registry import model_config
-from vitrail.surgery import Merging, merge
-from vitrail.tokens import Role
+from vitrail.runtime.layout import layout_of
+from vitrail.surgery import Merging, add_tokens, merge
+from vitrail.surgery.added_tokens import AddedModule, added_module
+from vitrail.tokens import Role, TokenSpec
 from vitrail.training.config import Config
 from vitrail.training.config.options import suggest
+from vitrail.training.config.presets import GATE_RATE
 from vitrail.training.config.syntax import read_tokens
 from vitrail.training.objective.learner import Learner
 from vitrail.training.objective.objective import Objective, check_distillation
@@ -57,7 +60,8 @@ class Built:
 class Models(Built):
     """The models of a run; ``final_r`` is the merging at the end of its ramp; empty where the method decides.
 
-    ``targets`` says what columns hold that hold no classes.
+    ``targets`` says what columns hold that hold no classes; ``rates`` are learning rates of parameters that have one of
+    their own, as multiples of the run's.
     """
 
     learner: nn.Module
@@ -65,6 +69,7 @@ class Models(Built):
     merging: Merging | None = None
     final_r: tuple[int, ...] = ()
     targets: Targets = field(default_factory=dict)
+    rates: dict[nn.Parameter, float] = field(default_factory=dict)
 
 
 def make_models(
@@ -102,11 +107,15 @@ def make_models(
         built.model, objective, bf16_weights=config.dtype == "bf16-weights",
         method_loss=merging.loss if merging is not None and learns else None,
     ).to(world.device)  # fmt: skip
-    if config.train_only is not None:
-        _freeze_all_but(learner, merging)
+    added = added_module(built.model)
+    if config.train_only == "method":
+        _freeze_all_but(learner, _method_parameters(merging))
+    elif config.train_only == "tokens":
+        _freeze_all_but(learner, _added_parameters(added))
     fixed = merging is not None and merging.method.static and not merging.method.decides
     final_r = tuple(merging.r) if merging is not None and fixed else ()
     rest: dict[str, Any] = {"teacher": teacher, "merging": merging, "final_r": final_r, "targets": targets}
+    rest["rates"] = {} if added is None else _rates(added, config)
     return Models(**vars(built), learner=learner, **rest)
 
 
@@ -122,8 +131,29 @@ def _with_trained_scale(config: Config, classes: Classes, targets: Targets) -> T
     return trained if same else targets
 
 
-def _freeze_all_but(learner: nn.Module, merging: Merging | None) -> None:
-    """Let the parameters of the merging method learn alone."""
+def _freeze_all_but(learner: nn.Module, own: set[nn.Parameter]) -> None:
+    """Let these parameters learn alone; statistics of batch norms stay, too."""
+    for parameter in learner.parameters():
+        parameter.requires_grad_(parameter in own)
+    for part in learner.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.eval()
+
+
+def _added_parameters(added: AddedModule | None) -> set[nn.Parameter]:
+    if added is None:
+        raise InvalidOption("train_only='tokens' needs tokens to train: add_tokens='register=4', or a model with some")
+    return set(added.parameters())
+
+
+def _rates(added: AddedModule, config: Config) -> dict[nn.Parameter, float]:
+    """Return the learning rates of added parameters, as multiples of the run's."""
+    rate = config.added_lr / (config.lr or 1.0)
+    return {one: rate * (GATE_RATE if one is added.gates else 1) for one in added.parameters()}
+
+
+def _method_parameters(merging: Merging | None) -> set[nn.Parameter]:
+    """Return the parameters of the merging method; raise if it has none, or none that learn."""
     own = set() if merging is None else set(merging.method.parameters())
     if merging is None or not own:
         raise InvalidOption(
@@ -132,8 +162,7 @@ def _freeze_all_but(learner: nn.Module, merging: Merging | None) -> None:
         )
     if merging.method.static and not merging.method.decides and not any(merging.r):
         raise InvalidOption("train_only='method' needs merges to learn from; got r=0 in every layer")
-    for parameter in learner.parameters():
-        parameter.requires_grad_(parameter in own)
+    return own
 
 
 def _use_channels_last(model: nn.Module, world: World) -> None:
@@ -183,7 +212,8 @@ def _teacher_outputs(name: str, teacher: nn.Module, known: Classes, classes: Cla
 def build(config: Config, classes: Classes, arrays: TensorSpec | None = None, targets: Targets | None = None) -> Built:
     """Build the model of a resolved config with heads for these classes, for the data's own size where it has one.
 
-    A trained model is rebuilt for the new classes; its heads are kept where the classes are the same.
+    A trained model is rebuilt for the new classes; its heads are kept where the classes are the same. It keeps the
+    tokens that were added to it, or gets those of the config; task tokens take their columns from its own heads.
     """
     if arrays is None and isinstance(config.data, Arrays | Dataset):
         arrays = config.data.tensor_spec
@@ -193,15 +223,23 @@ def build(config: Config, classes: Classes, arrays: TensorSpec | None = None, ta
     size, trained_on = config.image_size, None
     names = {column: tuple(each) for column, each in classes.items()}
     targets = targets or {}
-    request = ModelRequest(names, config.pretrained, size, config.drop_path, config.options, targets)
     library, name = split_name(config.model)
+    is_trained = not config.own and (library is None or named(config.model).is_dir())
+    trained, labels = load_trained(config.model) if is_trained else (None, Labels({}, None))
+    added = _tokens_to_add(config, None if trained is None else added_module(trained), names, targets)
+    known = {column: each for column, each in labels.classes.items() if column not in added.tasks}
+    names = {column: each for column, each in names.items() if column not in added.tasks}
+    targets = {column: target for column, target in targets.items() if column not in added.tasks}
+    if added.tasks and not names:
+        names = known  # the model keeps its own heads, though nothing trains them
+    request = ModelRequest(names, config.pretrained, size, config.drop_path, config.options, targets)
     made: tuple[nn.Module, dict[str, Any]]
     if config.own:
         made = ViT(own_config(config, classes, targets)), {}
-    elif library is not None and not named(config.model).is_dir():
+    elif trained is None:
+        assert library is not None
         made = library.build(name, request)
     else:
-        trained, labels = load_trained(config.model)
         trained_on = labels.preprocessing
         if arrays is None and trained_on is not None and trained_on.is_array:
             raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
@@ -210,14 +248,70 @@ def build(config: Config, classes: Classes, arrays: TensorSpec | None = None, ta
             labels.folder,
             labels.architecture,
             request,
-            keep_heads=names == labels.classes and targets.keys() == labels.targets.keys(),
+            keep_heads=names == known and targets.keys() == labels.targets.keys() - added.tasks,
         )
+    if added.specs:
+        added.add(made[0], config.gate)
     if arrays is not None:
         return Built(*made, InputSpec.of_arrays((0.0,) * arrays.channels, (1.0,) * arrays.channels))
     expected = _expected(made[0], size or (trained_on.size[0] if trained_on else None))
     if trained_on is not None and not expected.is_array:
         expected = replace(trained_on, size=expected.size)
     return Built(*made, expected)
+
+
+@dataclass(frozen=True)
+class _Added:
+    """Tokens to add to a trained model: new ones, or those that it had, with their weights."""
+
+    specs: tuple[TokenSpec, ...] = ()
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> set[str]:
+        """Columns of labels that added task tokens learn."""
+        return {spec.name for spec in self.specs if spec.role is Role.TASK}
+
+    def add(self, model: nn.Module, gate: float) -> None:
+        """Add the tokens; new ones have open gates."""
+        try:
+            added = add_tokens(model, tokens=self.specs if self.weights else _with_free_names(self.specs, model))
+        except VitrailError as error:
+            raise InvalidOption(f"add_tokens: {error}") from error
+        if self.weights:
+            added.tokens.load_state_dict(self.weights)
+        else:
+            added.open(gate)
+
+
+def _with_free_names(specs: Sequence[TokenSpec], model: nn.Module) -> list[TokenSpec]:
+    """Return specs in which registers have other names than the tokens that a model has."""
+    taken = {span.name for span in layout_of(find(model)).special}
+    return [
+        replace(spec, name=f"added_{spec.name}") if spec.role is Role.REGISTER and spec.name in taken else spec
+        for spec in specs
+    ]
+
+
+def _tokens_to_add(config: Config, present: AddedModule | None, classes: Classes, targets: Targets) -> _Added:
+    """Return the tokens of a config, or those that the trained model has; columns give task tokens their outputs."""
+    if present is not None:
+        if config.add_tokens is not None:
+            raise InvalidOption(f"add_tokens: {config.model} has added tokens already; leave it out")
+        for spec in present.specs:
+            if spec.role is Role.TASK and spec.name in classes and len(classes[spec.name]) != spec.outputs(0):
+                raise InvalidOption(
+                    f"model={config.model!r} has a task token {spec.name!r} with {spec.outputs(0)} outputs, and its "
+                    f"column has {len(classes[spec.name])} classes; expected the classes that it was trained on"
+                )
+        return _Added(present.specs, present.state_dict())
+    if config.add_tokens is None:
+        return _Added()
+    counts = {name: len(classes[name]) for name in config.tasks if name in classes}
+    specs = with_kinds(read_tokens(config.add_tokens, counts, option="add_tokens"), classes, targets)
+    if refused := [spec.name for spec in specs if spec.role is Role.CLASS]:
+        raise InvalidOption(f"add_tokens: {refused[0]!r} is a class token; expected registers, distillation or tasks")
+    return _Added(specs)
 
 
 def own_config(config: Config, classes: Classes, targets: Targets | None = None) -> Any:

@@ -8,7 +8,8 @@
 
 A model directory has ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes them, and
 ``labels.json``: class names, preprocessing, and how the model was trained. If it was trained with a merging method that
-learns, the method's weights are in ``method.safetensors``.
+learns, the method's weights are in ``method.safetensors``; tokens added to a trained model are in ``vitrail.json`` and
+the file that it names.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, TrainingError, UnsupportedModel
 from vitrail.models.saving import CONFIG
-from vitrail.surgery import Merging
-from vitrail.surgery.merging.trained_methods import save_method, split_states
+from vitrail.surgery import AddedTokens, Merging, added_tokens
+from vitrail.surgery.merging import trained_methods
+from vitrail.surgery.saving import TOKENS, Base, Settings, add_saved_tokens
 from vitrail.training.config import OPTIONS, read_yaml
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
@@ -213,17 +215,22 @@ def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], la
     """Write a model directory with the weights ``states``, which may differ from the model's current ones.
 
     Those of a merging method are in a file of their own, once it has learned: `load_trained` returns the model without
-    merging.
+    merging. Added tokens are in the settings beside the model, and `load_trained` adds them again.
     """
     expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
     values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
     if labels.targets:
         values["targets"] = {column: target.to_dict() for column, target in labels.targets.items()}
-    own, method_states = split_states(states)
+    own, method_states = trained_methods.split_states(states)
+    own, added_states = added_tokens.split_states(own)
     if method_states and ("passes" not in method_states or bool(method_states["passes"])):
         folder.mkdir(parents=True, exist_ok=True)
-        save_method(Merging.of(model).method, folder, method_states)
+        trained_methods.save_method(Merging.of(model).method, folder, method_states)
     library_of(labels.architecture).save(folder, model, own, labels.architecture, values)
+    if added_states:
+        specs, _ = AddedTokens.of(model).saved()
+        named = {f"{TOKENS}.{name}": value for name, value in added_states.items()}
+        Settings({TOKENS: specs}, named, Base.of(model, find(model), weights=False)).write(folder)
 
 
 @checked
@@ -234,6 +241,7 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     """
     folder = model_of(named(path))
     model, architecture = load_saved(folder), saved_library(folder).describe(read_config(folder))
+    add_saved_tokens(model, folder)
     values = read_labels(folder)
     expects = values.get("preprocessing")
     preprocessing = InputSpec.from_dict(expects) if expects else declared_spec(model)

@@ -40,7 +40,8 @@ class Step:
     """Runs training steps; replays a captured one where possible.
 
     ``capture`` captures a function and its inputs, as `CudaGraph` does; None runs every step eagerly. ``note`` reports
-    a message.
+    a message. ``after_backward`` is called when the gradients of a step are complete and not yet clipped; it must not
+    wait for the device.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Step:
         optimizer: torch.optim.Optimizer,
         capture: Capture | None,
         note: Callable[[str], None],
+        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._models, self._wrapped, self._optimizer = config, models, wrapped, optimizer
-        self._capture, self._note = capture, note
+        self._capture, self._note, self._after_backward = capture, note, after_backward
         self._captured: Compute | None = None
         self._warmup = 0
         self._r: Any = None
@@ -107,6 +109,7 @@ class Step:
                     terms: Terms = self._wrapped(x, labels[rows], own, None if teacher is None else teacher(x))
                 (terms.total / count).backward()
             losses.append(Terms(terms.total.detach(), {name: one.detach() for name, one in terms.parts.items()}))
+        self._after_backward()
         if config.clip:
             torch.nn.utils.clip_grad_norm_(self._parameters, config.clip)
         self._optimizer.step()

@@ -137,6 +137,8 @@ def _prepare(
     loop.log.trim(start)
     world.barrier()
     _introduce(loop, start)
+    if loop.monitor is not None and loop.monitor.note:
+        loop.note(f"diagnostics=stability: {loop.monitor.note}.")
     for text in data_notes(config, dataset, held):
         loop.log.write("note", step=start, text=text)
         loop.note(text)
@@ -211,6 +213,8 @@ def _load_checkpoint(loop: Loop, count: int) -> int:
     world.run(lambda: checkpoints.load(step, loop.tensors()))
     loop.meter.restore(meta["meter"])
     loop.best, loop.seconds = meta["best"], meta["seconds"]
+    if loop.monitor is not None and meta.get("stability"):
+        loop.monitor.restore(meta["stability"])
     before, now = meta["processes"], world.world_size
     if before != now:
         batch = loop.config.batch_size or 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -138,6 +138,20 @@ def _scores(score: Callable[[Tensor, Tensor | None], Any], output: Tensor, label
             f"the score returns one number per image, of shape {tuple(output.shape[:1])}; got {tuple(found.shape)}"
         )
     return found
+
+
+def of_tasks(compare: Compare, sizes: Sequence[int], *, share: bool) -> Compare:
+    """Return a comparison of logits of several tasks side by side, with so many classes each.
+
+    A share is that of images on which it holds for every task; other comparisons are summed over the tasks.
+    """
+
+    def compared(output: Tensor, reference: Tensor, labels: Tensor | None) -> Tensor:
+        pairs = zip(output.split(list(sizes), -1), reference.split(list(sizes), -1), strict=True)
+        found = torch.stack([compare(*pair, labels) for pair in pairs])
+        return found.amin(0) if share else found.sum(0)
+
+    return compared
 
 
 def divergence(quality: Quality) -> Compare:

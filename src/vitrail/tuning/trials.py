@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from vitrail._timing import Clock, measure_rounds
 from vitrail._wording import counted
 from vitrail.adapters import Found
-from vitrail.adapters.outputs import output_tensor
+from vitrail.adapters.outputs import output_tensor, task_sizes
 from vitrail.errors import SaturatedWarning, UnsupportedInput
 from vitrail.surgery import Merging, merge
 from vitrail.surgery.copies import copy_unmerged
 from vitrail.surgery.recording import check_finite, evaluating, taking, to_model
-from vitrail.tuning.quality import Compare, Quality, divergence
+from vitrail.tuning.quality import Compare, Quality, divergence, of_tasks
 
 Counts = tuple[int, ...]
 Setting = tuple[Any, Counts]
@@ -36,6 +36,7 @@ class Trials:
         labels: labels (n,) of all images, where there are any.
         count: number of images.
         dense: tokens after the last block are compared too.
+        tasks: number of classes of each task, whose logits are side by side.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Trials:
         self.merging: Merging | None = None
         self.method: Any = None
         self.reference: list[Tensor] = []
+        self.tasks: list[int] = []
 
     @contextmanager
     def open(self, on_batch: Callable[[int], object], fewest: int, until: float, seed: int) -> Iterator[None]:
@@ -113,12 +115,12 @@ class Trials:
     def compare(self, quality: Quality, method: Any, r: Sequence[int], images: Tensor) -> Tensor:
         """Compute a quality for each of these images (indices, in rising order)."""
         self.apply(method, r)
-        return self._compared(quality.compare, images, quality.dense)
+        return self._compared(quality, quality.compare, images)
 
     def distance(self, quality: Quality, method: Any, r: Sequence[int], images: Tensor) -> float:
         """Compute the mean smooth distance from the unmerged model on these images."""
         self.apply(method, r)
-        return float(self._compared(divergence(quality), images, quality.dense).mean())
+        return float(self._compared(quality, divergence(quality), images).mean())
 
     def times(self, settings: Sequence[Setting | None], batch: Tensor, seconds: float) -> list[list[float]]:
         """Time settings on one batch, interleaved; None is the unmerged model. Return the seconds of each round.
@@ -143,7 +145,9 @@ class Trials:
     def _size(self) -> tuple[int, ...]:
         return tuple(self.found.adapter.channels_first(self.found.trunk, self.images[0]).shape[2:])
 
-    def _compared(self, compare: Compare, images: Tensor, dense: bool) -> Tensor:
+    def _compared(self, quality: Quality, compare: Compare, images: Tensor) -> Tensor:
+        if quality.logits and len(self.tasks) > 1:
+            compare = of_tasks(compare, self.tasks, share=quality.share)
         found, start = [], 0
         for batch, reference in zip(self.images, self.reference, strict=True):
             rows = images[(images >= start) & (images < start + len(batch))] - start
@@ -165,7 +169,8 @@ class Trials:
             )
         try:
             with taking(self.found, batch):
-                output = output_tensor(self.model(to_model(self.model, batch)))
+                returned = self.model(to_model(self.model, batch))
+                output, self.tasks = output_tensor(returned), task_sizes(self.model, returned)
         finally:
             if hook is not None:
                 hook.remove()

@@ -134,6 +134,8 @@ def tune(
             raise InvalidOption(
                 f"{goal.quality.name} compares classes, and this model has none; use 'cosine 0.98' or 'dense_error 0.1'"
             )
+        if goal.quality.labeled and len(trials.tasks) > 1:
+            raise InvalidOption(f"{goal.quality.name} is for models of one task; use 'agreement 0.99' or 'kl 0.02'")
         per_image = (time.monotonic() - start) / trials.count
         split = split_images(trials.count, test_share=held_out, seed=seed)
         left = max(0.0, until - time.monotonic())

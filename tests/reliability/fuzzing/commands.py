@@ -60,6 +60,8 @@ def fuzz(commands: dict[str, Any], count: int, seed: int, world: World) -> Found
     for name in draw.choices(list(commands), k=count):
         given = arguments(commands[name], draw, world)
         endless, long = name in ("serve", "web"), name in ("train", "demo", "bench") and "--out" not in given
+        if name == "bench" and "--batch-size" not in given:
+            given += ["--batch-size", "1"]  # the model of this package at 64 images takes minutes on a busy machine
         if endless or (long and draw.random() < 0.8):
             given.append("--no-such-option")  # what succeeds takes long: parsed alone
         found.counts["command lines"] += 1

@@ -112,6 +112,7 @@ def test_presets_decide_everything(preset: str) -> None:
         derived = ("side", "image_size", "patch_size", "workers", "pretrained", "labels", "graphs", "modality")
         derived += ("kind", "masks", "validation_masks", "mask_classes")
         given = ("tokens", "teacher", "distillation", "distillation_weight", "temperature", "merge", "train_only")
+        given += ("add_tokens",)
         assert [n for n, v in config.to_dict().items() if v is None and n not in derived + given] == []
         assert config.batch_size is not None
         assert config.repeats is not None
@@ -227,7 +228,7 @@ def test_every_option_is_declared_in_full(name: str) -> None:
     assert option.flags[-1].startswith("--" + name.replace("_", "-"))
     if option.default is not MISSING and option.default is not None:
         assert option.check(option.default) == option.default
-    if name not in ("data", "validation", "tokens"):  # these take any object
+    if name not in ("data", "validation", "tokens", "add_tokens"):  # these take any object
         with pytest.raises(InvalidOption, match=name):
             option.check(object())
 

@@ -143,6 +143,12 @@ def test_one_task_is_evaluated_by_its_name_where_the_data_has_no_other(tmp_path:
         evaluate(run.folder, part, labels=["size"], device="cpu")
 
 
+@pytest.mark.parametrize("seconds", [-1, 1e38, float("nan")])
+def test_a_time_that_does_not_end_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidOption, match="seconds"):
+        evaluate(tiny(), [(IMAGES, LABELS)], seconds=seconds)
+
+
 def test_a_plain_net_has_no_tokens_to_inspect() -> None:
     net = Net().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}

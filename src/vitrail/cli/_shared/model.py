@@ -14,10 +14,11 @@ from torch import nn
 import vitrail
 from vitrail.adapters import LIBRARIES, find, hub, size_options
 from vitrail.adapters.registry import library, sized, split_name
-from vitrail.adapters.saved import target_specs
+from vitrail.adapters.saved import is_saved, model_folder, named, target_specs
 from vitrail.cli._shared.media import MEDIA, Medium, check_accepted
 from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
+from vitrail.surgery.saving import add_saved_tokens
 from vitrail.training.objective.targets import Target, assign_targets
 
 
@@ -61,6 +62,8 @@ def load(
     try:
         with hub.quiet(offline=unreachable is not None), origin.quiet() if origin else nullcontext():
             model = vitrail.load_model(name, pretrained=not random, **options)
+            if is_saved(name) and not random:
+                add_saved_tokens(model, model_folder(named(name)))
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from vitrail.adapters.saved import EMBEDDED, PREFIX
 from vitrail.cli._shared import console
 from vitrail.errors import VitrailError
 from vitrail.surgery.saving import Settings, read_settings
@@ -91,10 +92,13 @@ def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list
 
 
 SOURCES = "Files or folders of images, clips or sounds, parquet files, shards, or hf:OWNER/NAME."
+SAMPLES = f"{SOURCES} Default: samples of the package."
+Samples = Annotated[list[Path] | None, typer.Argument(metavar="IMAGES", help=SAMPLES, show_default=False)]
+INCLUDED = ", ".join(f"{PREFIX}{name}" for name in EMBEDDED)
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, vitrail:RUN, or vitrail:tiny."
+        metavar="MODEL", help=f"timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, vitrail:RUN, or {INCLUDED}."
     ),
 ]
 METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its name and options."
@@ -113,6 +117,8 @@ Proportional = Annotated[
 ]
 SIZES = "Input size in pixels, if the model supports another one."
 Size = Annotated[Any, typer.Option("--image-size", metavar="N or HxW", parser=parse_size, help=SIZES)]
+MERGE_DEFAULTS = {"schedule": None, "order": "paper", "proportional": True, "method": "tome"}
+"""Defaults of the options that describe a merging one by one."""
 MERGES = "Merge tokens: r=8 or keep=0.5,method=energy, the JSON of vitrail tune, or a directory of merging.save."
 Merge = Annotated[Any, typer.Option("--merge", metavar="SETTINGS", parser=parse_merge, help=MERGES)]
 RandomWeights = Annotated[
@@ -154,9 +160,15 @@ def of_all_commands(json: Annotated[bool, JSON] = False, quiet: Annotated[bool, 
     """Declare the options that every command has."""
 
 
-def merge_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments for ``vitrail.merge`` from a command's options."""
+def merge_options(given: Mapping[str, Any]) -> Settings:
+    """Return the merging of a command's options: ``--merge``, or -r, --keep or --gflops and what goes with them."""
     amount = {name: given[name] for name in ("r", "keep", "gflops") if given[name] is not None}
+    single = {name: given[name] for name in ("schedule", "order", "proportional", "method")}
+    if given["merge"] is not None:
+        if amount or single != MERGE_DEFAULTS:
+            raise typer.BadParameter("--merge replaces -r, --keep, --gflops, --schedule, --order and --method.")
+        chosen: Settings = given["merge"]
+        return chosen
     if len(amount) > 1 or (not amount and given["method"] == "tome"):  # other methods may decide by themselves
-        raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
-    return amount | {name: given[name] for name in ("schedule", "order", "proportional", "method")}
+        raise typer.BadParameter("Pass one of -r, --keep, --gflops and --merge, such as -r 16; -r 0 merges nothing.")
+    return read_settings(amount | single)

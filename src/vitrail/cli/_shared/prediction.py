@@ -21,7 +21,6 @@ from vitrail.drawing import draw_groups
 from vitrail.drawing.film import Film
 from vitrail.drawing.groups import enlarged
 from vitrail.errors import UnsupportedInput
-from vitrail.heads import Output
 from vitrail.runtime.trace import Trace
 from vitrail.training.evaluation.outputs import forward_output
 
@@ -131,8 +130,6 @@ def _guesses(loaded: Loaded, output: Any) -> Guesses:
 
 def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
     """Return a model's output for the whole input: class scores, else pooled features, else all tokens."""
-    if isinstance(output, Output) and output.logits is None:  # task tokens alone
-        return torch.cat([scores.flatten(1) for scores in output.by_role.values()], 1), False
     values = output_tensor(output)
     if values is output:
         return values, values.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0

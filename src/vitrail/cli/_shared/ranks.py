@@ -80,9 +80,15 @@ def command(*silent: Console, interrupted: str = "Interrupted.") -> Iterator[Non
         console.error(f"out of memory. {SMALLER}")
         raise typer.Exit(2) from problem
     except KeyboardInterrupt as stop:
-        if not rank:
-            console.error(interrupted if not isinstance(stop, Terminated) else "Terminated.")
-        raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from stop
+        if not isinstance(stop, Terminated):
+            if not rank:
+                console.error(interrupted)
+            raise typer.Exit(INTERRUPTED) from stop
+        if torchrun_rank() is None:
+            console.error("Terminated.")
+        elif is_first_to_report():  # rank 0 may be the one that ended
+            console.error("Terminated. torchrun ends every rank when one ends; its report names the first.")
+        raise typer.Exit(TERMINATED) from stop
 
 
 class Terminated(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vitrail.errors import ModelLoadError
 from vitrail.models.saving import CONFIG, find_file
 from vitrail.surgery.saving.base import Check, check_kind
 from vitrail.surgery.saving.changes import apply
-from vitrail.surgery.saving.settings import FILE, Settings
+from vitrail.surgery.saving.settings import FILE, TOKENS, Settings
 from vitrail.surgery.saving.text import read_settings
 
 
@@ -50,6 +51,18 @@ def load(path: str | Path, model: nn.Module | None = None, *, check: Check | Non
     made = load_model(settings.base.name)
     apply(settings, made, check="weights")
     return made
+
+
+def add_saved_tokens(model: nn.Module, folder: Path) -> None:
+    """Add the tokens that a model was trained with, from the settings beside it; a merging there is not applied.
+
+    Added tokens are a part of what was trained; merging is chosen for each use of a model.
+    """
+    if not (folder / FILE).is_file():
+        return
+    settings = Settings.read(folder)
+    if TOKENS in settings.changes:
+        apply(replace(settings, changes={TOKENS: settings.changes[TOKENS]}), model)
 
 
 @checked

@@ -26,7 +26,8 @@ from vitrail.surgery.saving.base import Base
 
 FILE = "vitrail.json"
 FORMAT = 1
-CHANGES = ("tokens", "merge", "registers")
+TOKENS = "tokens"
+CHANGES = (TOKENS, "merge", "registers")
 """Changes by name, in the order in which they are applied."""
 
 MOST_BYTES = 64_000_000

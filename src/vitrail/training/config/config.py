@@ -16,6 +16,7 @@ from vitrail.data.labels.targets import KINDS
 from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
+from vitrail.surgery.added_tokens import LARGEST_GATE
 from vitrail.tokens import TokenSpec
 from vitrail.training.config.options import (
     Kind,
@@ -36,7 +37,7 @@ from vitrail.training.config.options import (
     to_yaml,
     weights,
 )
-from vitrail.training.config.presets import PRESETS, batch_for, ema_for, lr_for
+from vitrail.training.config.presets import ADDED_LR, OPEN_GATE, PRESETS, batch_for, ema_for, lr_for
 from vitrail.training.config.syntax import MergePlan, read_interval, read_merge, token_roles
 
 _data, _model, _objective, _recipe = (partial(option, group) for group in ("Data", "Model", "Objective", "Recipe"))
@@ -182,6 +183,19 @@ class Config:
         ),
         "Special tokens of a Vitrail model, such as cls,distillation,register=4.",
     )
+    add_tokens: Any = _model(
+        Kind(
+            "text such as 'register=4,breed', or token specs",
+            "TOKENS",
+            lambda value: tuple(value) if isinstance(value, list) else value,
+        ),
+        "Tokens to add to a model that is trained already: register=N, distillation, and task tokens by their column.",
+    )
+    gate: float = _model(
+        number(-20, LARGEST_GATE),
+        "Initial gate of added tokens: each has exp(gate) of the weight of another.",
+        OPEN_GATE,
+    )
     heads: str = _model(
         choice("tokens", "shared"), "One token per task, or one class token shared by all tasks.", "tokens"
     )
@@ -206,7 +220,8 @@ class Config:
         "Merge tokens during training, such as r=8,from_epoch=0,over_epochs=10.",
     )
     train_only: str | None = _objective(
-        choice("method"), "Freeze the model and train only its merging method, such as merge=r=8,method=dtem."
+        choice("method", "tokens"),
+        "Freeze the model and train only its merging method, such as merge=r=8,method=dtem, or its added tokens.",
     )
     recipe: str = _objective(
         choice("labels", "dino"), "Learn from labels, or without them by self-distillation.", "labels"
@@ -225,6 +240,11 @@ class Config:
     )
     optimizer: str = _recipe(choice("adamw", "muon"), "Optimizer; muon updates hidden layers.", "adamw")
     lr: float | None = _recipe(number(0, 1000, above=True), "Peak learning rate.")
+    added_lr: float = _recipe(
+        number(0, 1000, above=True),
+        "Peak learning rate of added tokens and their heads; gates have ten times it.",
+        ADDED_LR,
+    )
     min_lr: float = _recipe(number(0, 1), "Final learning rate as a fraction of the peak.", 0.01)
     weight_decay: float | None = _recipe(number(0), "Weight decay.")
     warmup_epochs: int | None = _recipe(integer(0), "Epochs of linear warm-up.")
@@ -266,6 +286,9 @@ class Config:
     save_every: Any = _output(_INTERVAL, "Checkpoint interval; 20 checkpoints per run by default.")
     keep: int = _output(integer(1), "Checkpoints to keep.", 2)
     log_every: int = _output(integer(1), "Steps between log lines.", 50)
+    diagnostics: str | None = _output(
+        choice("stability"), "Also log gradient and residual norms by layer and the loss of every step."
+    )
     tensorboard: bool = _output(flag(), "Also log to TensorBoard.", False)
 
     def __post_init__(self) -> None:
@@ -293,7 +316,7 @@ class Config:
     def known_preset(self) -> str:
         """The preset, by default chosen by whether the model starts from trained weights."""
         trained = self.pretrained or (not self.own and named(self.model).is_dir())
-        return self.preset or ("finetune" if trained and self.train_only is None else "small")
+        return self.preset or ("finetune" if trained and self.train_only != "method" else "small")
 
     def resolved(self, count: int, *, cuda: bool = False) -> Config:
         """Return a config with every option that preset, number of training samples and machine decide filled in."""
@@ -407,6 +430,12 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"model={name!r}: expected a run or model directory, timm:NAME, hf:REPO, or one of "
             f"{', '.join(known)}{suggest(name, known)}"
         )
+    if config.add_tokens is not None and (config.own or config.recipe != "labels"):
+        yield "add_tokens is for models that are trained already, to learn labels; use tokens for others"
+    if config.add_tokens is not None and config.shard == "fsdp":
+        yield "add_tokens does not work with shard=fsdp; use ddp"
+    if config.add_tokens is not None and config.compile == "whole":
+        yield "add_tokens does not work with compile=whole; use blocks"
     for field in ("tokens", "patch_size"):
         if not config.own and getattr(config, field) is not None:
             yield f"{field} is for Vitrail models built by name; model={name!r} has its own"
@@ -431,7 +460,7 @@ def _model_problems(config: Config) -> Iterator[str]:
 def _target_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with teacher and tasks."""
     if config.teacher is None:
-        roles = [] if config.tokens is None else token_roles(config.tokens)
+        roles = [role for tokens in (config.tokens, config.add_tokens) if tokens for role in token_roles(tokens)]
         if config.tokens is None and config.own:
             roles = [spec.role.value for spec in MODELS[config.model].tokens]
         if "distillation" in roles:
@@ -481,10 +510,10 @@ def _recipe_problems(config: Config) -> Iterator[str]:
             yield f"augment={config.augment!r}: {name} needs views that differ; use light or stronger"
         if config.shard == "fsdp":
             yield f"shard='fsdp' does not support {name}; use ddp"
-    if config.train_only is not None and config.merge is None:
+    if config.train_only == "method" and config.merge is None:
         yield "train_only='method' needs a merging method with parameters, such as merge='r=8,method=dtem'"
     if (
-        config.train_only is not None
+        config.train_only == "method"
         and config.merge is not None
         and (config.merge.from_epoch or config.merge.over_epochs)
     ):
@@ -494,5 +523,7 @@ def _recipe_problems(config: Config) -> Iterator[str]:
             yield f"{field}={getattr(config, field)} exceeds epochs={config.epochs}"
     if config.batch_size is not None and config.batch_size % config.accumulate:
         yield f"accumulate={config.accumulate} does not divide batch_size={config.batch_size}"
+    if config.diagnostics and config.shard == "fsdp":
+        yield f"diagnostics={config.diagnostics} needs whole gradients, which shard=fsdp splits; use ddp"
     if config.optimizer == "muon" and config.shard == "fsdp":
         yield "optimizer=muon needs whole matrices, which shard=fsdp splits; use ddp, or adamw"

@@ -30,6 +30,15 @@ _VALUES: dict[str, tuple[Any, Any, Any, Any]] = {
     "patch_size": (8, 8, None, None),
 }
 
+ADDED_LR = 1e-2
+"""Peak learning rate of tokens added to a trained model, and of their heads: they start from noise."""
+
+GATE_RATE = 10
+"""Learning rate of their gates, as a multiple of it: a gate moves by units, other parameters by hundredths."""
+
+OPEN_GATE = 0.0
+"""Initial gate of added tokens in training: the weight of other tokens."""
+
 PRESETS = {name: {field: values[i] for field, values in _VALUES.items()} for i, name in enumerate(_NAMES)}
 """Values of each preset; None is derived from the model or from the number of steps. What has no comment is DeiT's."""
 

@@ -23,16 +23,17 @@ MAX_STAGES = 4
 """Stages in which merging ramps up; each one is compiled again."""
 
 
-def read_tokens(value: Any, tasks: Mapping[str, int]) -> tuple[TokenSpec, ...]:
+def read_tokens(value: Any, tasks: Mapping[str, int], *, option: str = "tokens") -> tuple[TokenSpec, ...]:
     """Return token specs for text such as ``"cls,distillation,register=4"``, or for a list of specs or their dicts.
 
-    ``tasks`` holds the number of classes of each task; a task token is named after its task.
+    ``tasks`` holds the number of classes of each task; a task token is named after its task. Errors name
+    the ``option``.
     """
     if isinstance(value, str):
-        value = [_read_token(part.strip(), tasks) for part in value.split(",") if part.strip()]
+        value = [_read_token(part.strip(), tasks, option) for part in value.split(",") if part.strip()]
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise InvalidOption(
-            f"tokens={value!r}: expected text such as 'cls,distillation,register=4', or a list of specs"
+            f"{option}={value!r}: expected text such as 'cls,distillation,register=4', or a list of specs"
         )
     specs = []
     for spec in value:
@@ -43,17 +44,19 @@ def read_tokens(value: Any, tasks: Mapping[str, int]) -> tuple[TokenSpec, ...]:
     return check_specs(specs)
 
 
-def _read_token(text: str, tasks: Mapping[str, int]) -> dict[str, Any]:
+def _read_token(text: str, tasks: Mapping[str, int], option: str) -> dict[str, Any]:
     name, _, number = (part.strip() for part in text.partition("="))
     if number and not (number.isascii() and number.isdigit() and int(number)):
-        raise InvalidOption(f"tokens: {text!r} has no valid count; expected an integer of at least 1, as in register=4")
+        raise InvalidOption(
+            f"{option}: {text!r} has no valid count; expected an integer of at least 1, as in register=4"
+        )
     count = int(number or 1)
     if name in tasks:
         return {"name": name, "role": "task", "count": count, "classes": tasks[name]}
     if name not in _TOKENS:
         known = [*_TOKENS, *tasks]
         raise InvalidOption(
-            f"tokens: unknown token {name!r}; expected names from {', '.join(known)}, separated by commas"
+            f"{option}: unknown token {name!r}; expected names from {', '.join(known)}, separated by commas"
             f"{suggest(name, known) or '.'} A task token is named after its column, which must be listed in tasks"
         )
     shown, role = _TOKENS[name]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._arguments import checked
-from vitrail._checks import check_choice, is_int
+from vitrail._checks import check_choice, is_int, shown
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
@@ -39,6 +39,8 @@ from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.run_directory import Labels, load_classifier
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+LONGEST = 3600.0
+"""Most seconds for measuring throughput."""
 TIMED_ON_CPU = 32
 """Largest batch for throughput on a CPU; larger ones are not faster and take long."""
 
@@ -91,6 +93,8 @@ def evaluate(
             shards are added up. Diagnostics of tokens and throughput are left out there.
     """
     check_choice("engine", engine, ("local", "ray"))
+    if not 0 <= seconds <= LONGEST:
+        raise InvalidOption(f"seconds={shown(seconds)}: expected 0 to {LONGEST:g}, for measuring throughput")
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen = None if merge is None else read_settings(merge)

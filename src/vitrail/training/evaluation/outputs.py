@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isqrt
 from typing import Any
 
@@ -11,6 +12,8 @@ from vitrail.adapters import find, head_outputs
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads import Output
 from vitrail.models import ViT
+from vitrail.runtime.side_tokens import receiving
+from vitrail.surgery.added_tokens import added_module
 from vitrail.tokens import Role
 
 CLASS, DISTILLATION = Role.CLASS.value, Role.DISTILLATION.value
@@ -21,8 +24,14 @@ def forward_output(model: nn.Module, images: Tensor) -> Output:
     """Return a classifier's output for images (B, C, H, W).
 
     Vitrail models name their heads. Others have ``class`` and, if distilled, ``distillation``: timm returns a tuple of
-    both during training, transformers an object with both. ``features`` is empty (B, 0, 0) for these.
+    both during training, transformers an object with both. ``features`` is empty (B, 0, 0) for these. Heads of added
+    tokens come after the model's own; ``logits`` are the model's own.
     """
+    return _with_added(model, lambda: _forward_own(model, images))
+
+
+def _forward_own(model: nn.Module, images: Tensor) -> Output:
+    """Return the output of a model's own heads."""
     if isinstance(model, ViT):
         return model.forward_output(images)
     if getattr(model, "head_dist", None) is None or model.training:
@@ -40,6 +49,29 @@ def forward_output_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Te
     Supports models of Vitrail, timm (transformers and convnets) and transformers. The map is 1 × 1 for features
     without spatial dimensions.
     """
+    maps: list[Tensor] = []
+
+    def forward() -> Output:
+        output, features = _forward_own_and_map(model, images)
+        maps.append(features)
+        return output
+
+    return _with_added(model, forward), maps[0]
+
+
+def _with_added(model: nn.Module, forward: Callable[[], Output]) -> Output:
+    """Run a model; return its output with the logits of added tokens, if it has any."""
+    added = added_module(model)
+    if added is None:
+        return forward()
+    with receiving() as found:
+        output = forward()
+    _, by_role = added.answer(found[0])
+    return output._replace(by_role={**output.by_role, **by_role})
+
+
+def _forward_own_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Tensor]:
+    """Return the output of a model's own heads, and the map behind it."""
     if isinstance(model, ViT):
         output = model.forward_output(images)
         layout = model.layout(tuple(images.shape[2:]))
@@ -50,7 +82,7 @@ def forward_output_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Te
         captured: list[Any] = []
         handle = base.register_forward_hook(lambda _, __, result: captured.append(result))
         try:
-            output = forward_output(model, images)
+            output = _forward_own(model, images)
         finally:
             handle.remove()
         return output, _to_map(model, captured[-1].last_hidden_state, images)

@@ -130,8 +130,8 @@ class Objective(nn.Module):
                 f"distillation='features' does not train the head of the token {self.heads.distilled!r}: use 'hard' or "
                 "'soft' (with feature_weight for features), or remove the token"
             )
-        if distillation in ("hard", "soft") and not self.heads.fused:
-            raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
+        if distillation in ("hard", "soft") and not any(target.own for target in self.targets):
+            raise InvalidOption("where all labels belong to task tokens, no head can learn the teacher's predictions")
         check_distillation(self.targets, distillation)
         self.share = DISTILLATION_WEIGHTS[distillation] if share is None and distillation else share or 0.0
         self.feature_weight = self.share if distillation == "features" else feature_weight

@@ -13,6 +13,7 @@ from vitrail.data.sources.base import LABEL
 from vitrail.errors import InvalidOption
 from vitrail.heads.by_role import PATCH, Output
 from vitrail.models import ViT
+from vitrail.surgery.added_tokens import added_module
 from vitrail.tokens import Role
 from vitrail.training.evaluation.outputs import CLASS, DISTILLATION
 
@@ -22,12 +23,16 @@ FUSED = "fused"
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model: ``own`` are those of class tokens or of pooled patches, ``sizes`` numbers of outputs."""
+    """The heads of a model: ``own`` are those of class tokens or of pooled patches, ``sizes`` numbers of outputs.
+
+    ``added`` says whether the model has added tokens; it may then keep heads that no column of labels is for.
+    """
 
     own: tuple[str, ...]
     distilled: str | None
     tasks: tuple[str, ...]
     sizes: dict[str, int]
+    added: bool = False
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -108,6 +113,22 @@ class Target:
 
 
 def find_heads(model: nn.Module) -> Heads:
+    """Return the heads of a model, with those of added tokens."""
+    heads, added = _find_own_heads(model), added_module(model)
+    if added is None:
+        return heads
+    sizes = {name: int(head.out_features) for name, head in added.heads.items()}  # type: ignore[arg-type]
+    named = {role: [spec.name for spec in added.specs if spec.role is role] for role in Role}
+    return Heads(
+        heads.own,
+        heads.distilled or next(iter(named[Role.DISTILLATION]), None),
+        (*heads.tasks, *named[Role.TASK]),
+        heads.sizes | sizes,
+        added=True,
+    )
+
+
+def _find_own_heads(model: nn.Module) -> Heads:
     if not isinstance(model, ViT):
         count = getattr(model, "num_classes", getattr(getattr(model, "config", None), "num_labels", None))
         distilled = any(getattr(model, name, None) is not None for name in ("head_dist", "distillation_classifier"))
@@ -151,7 +172,7 @@ def assign_targets(
             f"no head for the labels {', '.join(rest)}: the model has {found}. Add a class token and num_classes, or a "
             "task token of that name"
         )
-    if heads.fused and not rest:
+    if heads.fused and not rest and not heads.added:
         raise InvalidOption(
             f"no labels for the heads {', '.join(heads.fused)}: all columns ({columns}) belong to task tokens. Set "
             "num_classes=0"
@@ -201,7 +222,7 @@ def _check_kinds(
 def required_outputs(heads: Heads, targets: Sequence[Target]) -> dict[str, int]:
     """Return the number of outputs that each head needs for its targets."""
     total = sum(len(target.classes) for target in targets if target.own)
-    return dict.fromkeys(heads.fused, total) | {
+    return dict.fromkeys(heads.fused if total else (), total) | {
         one.name: len(one.classes) for one in targets if not one.own and one.heads
     }
 

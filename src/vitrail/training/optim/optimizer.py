@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import cos, pi
 from typing import Any
 
@@ -15,36 +15,52 @@ from vitrail.training.optim.muon import Muon, hidden_weights
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "muon": Muon}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, orthogonal: Collection[str] = ()) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    orthogonal: Collection[str] = (),
+    rates: Mapping[nn.Parameter, float] | None = None,
+) -> list[dict[str, Any]]:
     """Return groups of trainable parameters, with their names: with and without weight decay.
 
-    Parameters named in ``orthogonal`` (see `Muon`) are a third group.
+    Parameters named in ``orthogonal`` (see `Muon`) are a third group. Those in ``rates`` are in groups of their own,
+    whose ``rate`` is a multiple of the learning rate.
     """
-    spared = undecayed(model)
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {
-        (True, False): {"params": [], "names": [], "weight_decay": weight_decay, "orthogonal": True},
-        (False, False): {"params": [], "names": [], "weight_decay": weight_decay},
-        (False, True): {"params": [], "names": [], "weight_decay": 0.0},
-    }
+    spared, rates = undecayed(model), rates or {}
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = groups[name in orthogonal, name in spared]
+            key = rate, hidden, flat = rates.get(parameter, 1.0), name in orthogonal, name in spared
+            kind: dict[str, Any] = {"orthogonal": True} if hidden else {}
+            kind |= {} if rate == 1 else {"rate": rate}
+            empty = {"params": [], "names": [], "weight_decay": 0.0 if flat else weight_decay, **kind}
+            group = groups.setdefault(key, empty)
             group["params"].append(parameter)
             group["names"].append(name)
-    return [group for group in groups.values() if group["params"]]
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0] != 1, key[0], not key[1], key[2]))]
 
 
-def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    kind: str = "adamw",
+    rates: Mapping[nn.Parameter, float] | None = None,
+) -> torch.optim.AdamW:
     """Return an optimizer with its state allocated, so that checkpoints always have the same tensors.
 
-    On a GPU the learning rate is a tensor, so that a CUDA graph can capture the step.
+    On a GPU learning rates are tensors, so that a CUDA graph can capture the step. ``rates`` are those of parameters
+    that have one of their own, as multiples of ``lr``.
     """
-    groups = parameter_groups(model, weight_decay, hidden_weights(model) if kind == "muon" else ())
+    groups = parameter_groups(model, weight_decay, hidden_weights(model) if kind == "muon" else (), rates)
     names = [group.pop("names") for group in groups]
     devices = {parameter.device for group in groups for parameter in group["params"]}
     fused = all(device.type == "cuda" for device in devices)
-    rate = torch.tensor(lr, device=devices.pop()) if fused and len(devices) == 1 else lr
-    optimizer = OPTIMIZERS[kind](groups, lr=rate, fused=fused, capturable=fused)
+    place = devices.pop() if fused and len(devices) == 1 else None
+    for group in groups:
+        rate = lr * group.get("rate", 1.0)
+        group["lr"] = rate if place is None else torch.tensor(rate, device=place)
+    optimizer = OPTIMIZERS[kind](groups, lr=lr, fused=fused, capturable=fused)
     for group, own in zip(optimizer.param_groups, names, strict=True):
         group["names"] = own
         for parameter in group["params"]:
@@ -58,11 +74,13 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str =
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate; groups with a ``rate`` of their own get that multiple of it."""
     for group in optimizer.param_groups:
+        rate = lr * group.get("rate", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = lr
+            group["lr"] = rate
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ const MEDIA = {
 
 const DEFAULTS = {
   tab: "explore", image: "", model: "", method: "tome", by: "r", value: 16, schedule: "constant",
-  layer: -1, head: "mean", query: 0, paint: "glass", stage: 0, pair: 0,
+  layer: -1, head: "mean", query: 0, paint: "glass", stage: 0, pair: 0, registers: "off",
   method2: "tome", by2: "r", value2: 0, schedule2: "constant", model2: "",
 };
 const NUMBERS = new Set(["value", "layer", "query", "stage", "pair", "value2"]);

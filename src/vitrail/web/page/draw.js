@@ -284,13 +284,10 @@ export function overlayGray(context, picture, alpha) {
   context.globalAlpha = 1;
 }
 
-// ink, cobalt, ruby, amber, cream: lightness rises all the way
+// Viridis, the map of all drawings and plots (vitrail/drawing/colors.py)
 const STOPS = [
-  [20, 17, 30],
-  [33, 66, 150],
-  [150, 44, 100],
-  [222, 130, 40],
-  [252, 240, 205],
+  [68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142],
+  [31, 158, 137], [53, 183, 121], [109, 205, 89], [180, 222, 44], [253, 231, 37],
 ];
 
 export function colorOf(share) {

@@ -2,7 +2,7 @@
 
 import { answerBars, normsChart, tokensChart } from "./charts.js";
 import { costRows, describeGroup, settingControls } from "./controls.js";
-import { card, choice, fill, fillChoice, h, pills, short, slider } from "./dom.js";
+import { card, choice, fill, fillChoice, h, percent, pills, plural, short, slider } from "./dom.js";
 import { tokensOf } from "./grid.js";
 import { fit, outline, paintColors, paintGlass, paintImage, paintLeads, paintMap, range } from "./draw.js";
 
@@ -13,9 +13,9 @@ const PAINTS = [
 const LEGENDS = {
   glass: "One pane for each token that is left, in the mean color of its patches.",
   image: "What the model sees, with a line between groups.",
-  attention: "What the selected token attends to, from nothing (ink) to its largest weight on a patch (cream).",
+  attention: "What the selected token attends to, from nothing (violet) to its largest weight on a patch (yellow).",
   similar: "Cosine of the selected token's features with every patch's; the eight nearest are framed.",
-  norms: "Norm of each patch's token, from the smallest (ink) to the largest (cream).",
+  norms: "Norm of each patch's token, from the smallest (violet) to the largest (yellow).",
   pca: "The three strongest principal components of the patches' features, as red, green and blue.",
 };
 const LATER = 180; // milliseconds after the last move before the other cards follow
@@ -55,13 +55,14 @@ export class Explore {
     this.norms = h("div", {});
     this.verdict = h("p", { class: "soft" });
     this.registers = h("div", {});
+    this.registersOn = pills("Test-time registers", [["off", "Off"], ["on", "On"]], state.registers, (registers) => app.update({ registers }));
     const right = h("div", { class: "cards" },
       this.answersCard,
       card("Tokens and cost", h("p", { class: "soft" }, "Tokens behind each layer; the line is the unmerged model."), this.chart, this.cost),
       card("Special tokens side by side", h("p", { class: "soft" }, "What each attends to in this layer. Choose one to see it large."), this.tokens, this.alike),
       info.views.includes("registers")
         ? card("Test-time registers", h("p", { class: "soft" }, "Moves the neurons of high-norm patches onto an appended token, without training."),
-            h("button", { type: "button", id: "try-registers", onclick: () => this.#tryRegisters() }, "Try it here"), this.registers)
+            this.registersOn, this.registers)
         : card("Test-time registers", h("p", { class: "soft" }, "This page runs in your browser and cannot change the model. Run vitrail web on your own machine for them.")),
     );
     const left = h("div", { class: "cards" }, stage, card("Norms of the tokens", this.norms, this.verdict));
@@ -70,7 +71,7 @@ export class Explore {
   }
 
   data() {
-    return { setting: this.app.setting(), result: this.result, shown: this.shown };
+    return { setting: this.app.setting(), result: this.result, shown: this.shown, registers: this.registersShown };
   }
 
   /** Show the present choice: at once what is kept, the rest as it comes. */
@@ -81,6 +82,7 @@ export class Explore {
     this.controls.show();
     this.layer.move(state.layer, info.layers - 1);
     this.paint.mark(state.paint);
+    this.registersOn.mark(state.registers);
     this.legend.textContent = LEGENDS[state.paint];
     this.head.move(state.head === "mean" ? 0 : Number(state.head) + 1, info.heads);
     const special = info.special.length;
@@ -98,7 +100,6 @@ export class Explore {
   #reset() {
     this.forModel = this.app.state.model;
     this.forImage = this.app.image;
-    this.registers.replaceChildren();
     this.hovered = null;
   }
 
@@ -294,6 +295,7 @@ export class Explore {
     this.alike.textContent = first.length > 1
       ? `Cosine with ${info.special[0].name} behind this layer: ${info.special.slice(1).map((one, at) => `${one.name} ${first[at + 1].toFixed(3)}`).join(", ")}.`
       : first.length ? "This model has one special token." : "This model has no special tokens.";
+    await this.#showRegisters();
     await this.#computeAhead(turn);
   }
 
@@ -312,27 +314,41 @@ export class Explore {
     this.canvas.dataset.ahead = JSON.stringify([app.image, setting.method, setting.by, setting.schedule]);
   }
 
-  async #tryRegisters() {
+  /** Show the norms without and with test-time registers, or why there are none; once for each image and layer. */
+  async #showRegisters() {
     const { app } = this;
-    const special = app.info.special.length;
-    this.registers.replaceChildren(h("p", { class: "soft" }, "Looking for register neurons …"));
+    const { state } = app;
+    const wanted = state.registers === "on" ? JSON.stringify([state.model, app.image, state.layer]) : "";
+    if (wanted === this.registersFor || !app.info.views.includes("registers")) return;
+    this.registersFor = wanted;
+    this.registersShown = undefined;
+    this.registers.replaceChildren(...(wanted ? [h("p", { class: "soft" }, "Looking for register neurons …")] : []));
+    if (!wanted) return;
     try {
-      const answer = await app.ask("registers", { layer: app.state.layer });
-      const high = Math.max(...answer.before, ...answer.after);
-      const low = Math.min(...answer.before, ...answer.after);
-      const map = (values, text) => {
-        const canvas = h("canvas", { "aria-hidden": "true" });
-        paintMap(canvas, app.picture, values, low, high);
-        return h("figure", { class: "map" }, canvas, h("figcaption", {}, `${text}: largest norm ${short(Math.max(...values))}`));
-      };
-      const count = Object.values(answer.neurons).flat().length;
-      this.registers.replaceChildren(
-        h("div", { class: "small-maps wide" }, map(answer.before, "without"), map(answer.after, "with a register")),
-        h("p", { class: "soft" }, `${count} neurons moved, of layers ${Object.keys(answer.neurons).join(", ")}; the register's norm behind layer ${answer.layer} is ${answer.register.map((norm) => short(norm)).join(", ")}. Unmerged model, special tokens not shown (${special}).`),
-      );
+      const answer = await app.ask("registers", { layer: state.layer });
+      if (wanted !== this.registersFor) return;
+      this.registersShown = answer;
+      this.registers.replaceChildren(...this.#registerMaps(answer));
     } catch (error) {
-      this.registers.replaceChildren(h("p", { class: "note", role: "status" }, error.message));
+      if (wanted === this.registersFor) this.registers.replaceChildren(h("p", { class: "note", role: "status" }, error.message));
     }
+  }
+
+  #registerMaps(answer) {
+    const [low, high] = range([...answer.before, ...answer.after]);
+    const map = (values, text) => {
+      const canvas = h("canvas", { "aria-hidden": "true" });
+      paintMap(canvas, this.app.picture, values, low, high);
+      return h("figure", { class: "map" }, canvas, h("figcaption", {}, `${text}: largest norm ${short(Math.max(...values))}`));
+    };
+    const layers = Object.keys(answer.neurons);
+    const count = Object.values(answer.neurons).flat().length;
+    const heads = answer.heads.before.map((head, at) => [head.top[0], answer.heads.after[at].top[0]])[0];
+    return [
+      h("div", { class: "small-maps wide" }, map(answer.before, "without"), map(answer.after, "with a register")),
+      h("p", { class: "soft" }, `${plural(count, "neuron")} moved, of layers ${layers.join(", ")}; the register's norm behind layer ${answer.layer} is ${answer.register.map(short).join(", ")}. Unmerged model.` +
+        (heads ? ` Answer without: ${heads[0].class} ${percent(heads[0].probability)}, with: ${heads[1].class} ${percent(heads[1].probability)}.` : "")),
+    ];
   }
 }
 

@@ -9,8 +9,17 @@ export function pythonOf(app) {
   if (tab === "compare") return [...start, ...compared(app)].join("\n");
   const shows = tab === "step" ? "step" : paint;
   const stops = shows === "glass" || shows === "image" ? layer : undefined;
-  return [...start, `merging = vitrail.merge(model, ${optionsOf(app, "", stops)})`, ...VIEWS[shows](app.state, app.info)].join("\n");
+  return [...start, `merging = vitrail.merge(model, ${optionsOf(app, "", stops)})`, ...VIEWS[shows](app.state, app.info), ...registers(app.state)].join("\n");
 }
+
+const registers = ({ tab, registers, layer }) =>
+  tab === "explore" && registers === "on"
+    ? [
+        "merging.remove()",
+        "with vitrail.test_time_registers(model, file):",
+        `    with_registers = vitrail.record(model, file, "norms", layers=${layer}).norms[${layer}][0]`,
+      ]
+    : [];
 
 const GLASS = ['merging.draw(file)[0].save("glass.png")'];
 

@@ -173,7 +173,7 @@ export class Step {
         h("td", {}, String(pair.a)), h("td", {}, String(pair.b)), h("td", {}, pair.cosine.toFixed(4)), h("td", {}, pair.merges ? "merges" : "stays")),
     );
     return h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Pairs" },
-      h("table", {}, h("thead", {}, h("tr", {}, ...["", "A", "B", "cosine", ""].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, ...rows)));
+      h("table", {}, h("thead", {}, h("tr", {}, ...["rank", "A", "B", "cosine", "result"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, ...rows)));
   }
 
   #vectors(pair, vectors, caption, count) {
@@ -189,7 +189,7 @@ export class Step {
     const sizes = members.map((token) => step.sizes[token]);
     const total = sizes.reduce((sum, size) => sum + size, 0);
     const rows = members.map((token, at) =>
-      h("tr", {}, h("th", { scope: "row" }, `token ${token}`), h("td", {}, String(sizes[at])), ...step.values[token].map((value) => h("td", {}, value.toFixed(3)))));
+      h("tr", {}, h("th", { scope: "row" }, String(token)), h("td", {}, String(sizes[at])), ...step.values[token].map((value) => h("td", {}, value.toFixed(3)))));
     const means = step.values[0].map((_, channel) => members.reduce((sum, token, at) => sum + sizes[at] * step.values[token][channel], 0) / total);
     const example = members.map((token, at) => `${sizes[at]} × ${step.values[token][0].toFixed(3)}`).join(" + ");
     return [
@@ -198,7 +198,7 @@ export class Step {
       h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Values of the members" },
         h("table", {},
           h("caption", {}, "Values between attention and the MLP, first channels"),
-          h("thead", {}, h("tr", {}, ...["", "size", ...means.map((_, at) => `channel ${at}`)].map((text) => h("th", { scope: "col" }, text)))),
+          h("thead", {}, h("tr", {}, ...["token", "size", ...means.map((_, at) => `channel ${at}`)].map((text) => h("th", { scope: "col" }, text)))),
           h("tbody", {}, ...rows, h("tr", { class: "chosen" }, h("th", { scope: "row" }, "mean"), h("td", {}, String(total)), ...means.map((value) => h("td", {}, value.toFixed(3))))))),
       h("p", {}, "In the next layer attention adds log(size) to the score of each key, so that a token of size s counts as s tokens."),
       h("p", { class: "soft" }, `Often quoted wrongly: r is a number of tokens in each layer, not a share (r = 2 in 12 layers takes 24 of 256 tokens away, 9 %, not 98 %); and the cost falls with the tokens of every layer, so merging evenly down to a share of the tokens saves less than that share.`),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from PIL import Image
 
 from vitrail.drawing.theme import LIGHT, PLOT, SERIES
 
@@ -28,7 +29,7 @@ Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 
 @contextmanager
 def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 3.6) -> Iterator[list[Axes]]:
-    """Yield axes side by side, and save the figure as PNG."""
+    """Yield axes side by side, and save the figure as PNG, with a description for readers who do not see it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,9 +39,36 @@ def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 
         fig, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
         try:
             yield list(axes[0])
-            fig.savefig(path, metadata={"Software": None})
+            seen = "; ".join(filter(None, map(describe, axes[0])))
+            fig.savefig(path, metadata={"Software": None, "Description": seen})
         finally:
             plt.close(fig)
+
+
+def describe(axes: Axes) -> str:
+    """Return in a line what axes show: their title, or where each of their lines ends."""
+    title, x, y = (" ".join(text.split()) for text in (axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel()))
+    ends: dict[str, list[float]] = {}
+    label, color = "", None
+    for line in axes.get_lines():
+        named, values = not str(line.get_label()).startswith("_"), np.asarray(line.get_ydata(), dtype=float)
+        if named:
+            label, color = str(line.get_label()), line.get_color()
+        if len(values) and label and (named or line.get_color() == color):  # other seeds have the color of the first
+            ends.setdefault(label, []).append(float(values[-1]))
+    words = [
+        f"{name} = {min(some):.3g}" + (f" to {max(some):.3g}" if max(some) > min(some) else "")
+        for name, some in ends.items()
+    ]
+    what = f"{y} by {x}" if y else x
+    at_end = f", at the end: {', '.join(words)}" if words and y else ""
+    return ": ".join(filter(None, (title, f"{what}{at_end}")))
+
+
+def description(path: Path) -> str:
+    """Return the description of a figure that `figure` saved; the name of another image."""
+    with Image.open(path) as image:
+        return str(image.info.get("Description") or path.stem)
 
 
 def dots(

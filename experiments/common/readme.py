@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from experiments.common.plots import description
 from experiments.common.results import RESULTS, by_arm, finished, rows_of
 from experiments.common.study import Rows, Study
 from experiments.common.tables import NOT_MEASURED, result_table
@@ -37,7 +38,7 @@ def provenance(rows: Rows, *, has_intervals: bool) -> str:
 
 def with_plots(text: str, folder: Path) -> str:
     """Append the plots of a folder to a text."""
-    return "\n\n".join([text, *(f"![{path.stem}]({path.name})" for path in sorted(folder.glob("*.png")))])
+    return "\n\n".join([text, *(f"![{description(path)}]({path.name})" for path in sorted(folder.glob("*.png")))])
 
 
 def write_readme(study: Study, out: Path) -> int:

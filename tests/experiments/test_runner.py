@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from experiments.__main__ import NAMES, app, load_study
 from experiments.common import runner as runner_module
 from experiments.common.datasets import Data, reduced_images
+from experiments.common.plots import description
 from experiments.common.readme import section, with_plots, write_readme
 from experiments.common.results import RESULTS, SEARCH, add_row, best_point, read_rows, rows_of, run_key, unpack
 from experiments.common.runner import Runner
@@ -112,7 +113,9 @@ def test_readme_is_generated_from_the_rows(finished: tuple[Study, Path], tmp_pat
     (out / "README.md").write_text("Before\n\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
     write_readme(study, out)
     page = (out / "README.md").read_text()
-    plots = "![accuracy](accuracy.png)\n\n![cosines](cosines.png)"
+    plots = "\n\n".join(f"![{description(out / name)}]({name})" for name in ("accuracy.png", "cosines.png"))
+    assert "validation accuracy, %](accuracy.png)" in plots
+    assert "cosine between class tokens by epoch, at the end: 2 × std 0 = " in plots
     assert page == f"Before\n\n<!-- results -->\n{section(study, rows)}\n\n{plots}\n<!-- /results -->\nafter\n"
     mean = sum(100 * row["accuracy"]["fused"] for row in rows[2:4]) / 2
     found = difference(rows[2:4], rows[:2], "fused")

@@ -172,7 +172,7 @@ class App {
     const { image } = await this.backend.upload(file, model);
     this.picture = await Picture.load(await this.backend.preview(image, model), this.infos.get(model));
     const another = model !== this.state.model;
-    if (this.infos.get(model).modality !== this.info.modality) Object.assign(this.state, { value: DEFAULTS.value, value2: DEFAULTS.value2 });
+    if (this.infos.get(model).modality !== this.info.modality) Object.assign(this.state, { value: DEFAULTS.value, value2: DEFAULTS.value2, layer: DEFAULTS.layer });
     Object.assign(this, { file, image, name: name || file.name || "upload", isSample: Boolean(name) });
     this.state.model = model;
     if (!this.peers().includes(this.state.model2)) this.state.model2 = model;

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from tests.bench.models import FULL, result
 from tests.cli.words import one_line
+from vitrail import load_model, merge
 from vitrail.bench import MODES, BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
 from vitrail.cli import app
@@ -126,6 +127,30 @@ def test_sweep(measured: list[BenchConfig], tmp_path: Path) -> None:
     assert one_line(done.stdout).count("Unmerged: 20 ms, the median of 3 runs") == 1
 
 
+def test_any_merging(saved_vit: Path, tmp_path: Path) -> None:
+    options = ("--batch-size", 2, "--device", "cpu", "--seconds", "0.01", "--no-check")
+    done = run(f"hf:{saved_vit}", "--merge", "keep=0.5,method=energy", *options)
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout.splitlines()[-1])
+    model = load_model(f"hf:{saved_vit}")
+    with merge(model, keep=0.5, method="energy") as merging:
+        assert data["tokens_per_layer"] == merging.tokens_per_layer()
+        merging.save(tmp_path)
+    assert "batch 2, keep=0.5,method=energy, fp32" in done.stdout
+    again = run(f"hf:{saved_vit}", "--merge", tmp_path, *options)
+    assert json.loads(again.stdout.splitlines()[-1])["tokens_per_layer"] == data["tokens_per_layer"]
+
+
+def test_sweep_over_settings(measured: list[BenchConfig], tmp_path: Path) -> None:
+    done = run(MODEL, "--merge", "r=0,4,8,method=energy")
+    assert done.exit_code == 0, done.output
+    assert [config.merge for config in measured] == ["r=4,method=energy", "r=8,method=energy"]
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert data["sweep"] == "merge"
+    assert [entry["config"]["merge"] for entry in data["runs"]] == ["r=4,method=energy", "r=8,method=energy"]
+    assert one_line(done.stdout).count("Unmerged: 20 ms, the median of 2 runs") == 1
+
+
 def test_status_line_is_cleared(measured: list[BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     for name in ("out", "err"):
@@ -229,7 +254,7 @@ def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pyt
         (["--r", "16,16,8,8"], "one number per layer, use Python"),
         (["--r", "4", "--batch", "0"], "--batch-size '0' is not a number of 1 or more"),
         (["--r", "4", "--batch", "many"], "--batch-size 'many' is not a number of 1 or more"),
-        (["--r", "4,8", "--batch", "1,2"], "Sweep either --r or --batch"),
+        (["--r", "4,8", "--batch", "1,2"], "Sweep either --r or --merge, or --batch"),
         (["--r", "4", "--plot", "x.png"], "--plot needs a sweep"),
         (["--r", "4", "--device", "cuda"], "no CUDA device"),
         (["--r", "4", "--device", "tpu"], "device must be one of cpu, cuda; got 'tpu'"),
@@ -246,7 +271,12 @@ def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pyt
         (["--r", "4", "--threads", "100000"], "threads is 100000, but"),
         (["--r", "4", "--batch", "100000000000", "--device", "cpu"], "Choose a smaller batch"),
         (["--r", "4,8", "--plot", "x.bmp"], "plots are png, svg, pdf files; got 'bmp'"),
-        (["--batch", "4"], "Missing option"),
+        (["--batch", "4"], "Pass one of --r and --merge"),
+        (["--r", "4", "--merge", "r=4"], "Pass one of --r and --merge"),
+        (["--merge", "r=4", "--schedule", "decreasing"], "--merge replaces --schedule"),
+        (["--merge", "r=4,shape=round"], "--merge: "),
+        (["--merge", "r=4,8", "--batch", "1,2"], "Sweep either --r or --merge, or --batch"),
+        (["--merge", "r=4,method=no_such", "--device", "cpu"], "no_such"),
     ],
 )
 def test_errors(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

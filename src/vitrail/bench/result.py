@@ -163,13 +163,11 @@ class BenchResult:
 def title(result: BenchResult) -> str:
     """Return what was measured, in one line."""
     config, size = result.config, " × ".join(map(str, result.size))
-    r = config.r if isinstance(config.r, int) else " ".join(map(str, config.r))
-    sizes = "" if config.proportional else ", sizes ignored"
     task = "training step (forward, backward, AdamW)" if config.train else "inference"
     weights = "pretrained" if config.pretrained else "random"
     dtype = f"{config.dtype} through autocast" if config.autocast else config.dtype
     return (
-        f"{config.model}, {size}, batch {config.batch}, r = {r}{sizes}, {dtype}, {task}, "
+        f"{config.model}, {size}, batch {config.batch}, {config.merging_text}, {dtype}, {task}, "
         f"{weights} weights: {result.tokens_before} → {result.tokens_per_layer[-1]} tokens, "
         f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GFLOPs"
     )

@@ -75,7 +75,8 @@ def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
 def test_table(measured: list[BenchConfig]) -> None:
     done = run(MODEL, "-r", 16, "-b", 8, "--compile")
     text = done.stdout.splitlines()
-    assert [name for name in COLUMNS if name in text[2]] == list(COLUMNS)
+    columns = [name.format(samples="images") for name in COLUMNS]
+    assert [name for name in columns if name in text[2]] == columns
     row = next(line for line in text if "unmerged" in line and "compiled" in line)
     assert row.split() == ["unmerged", "compiled", "20", "±1%", "400", "0.4", "5", "0.50", "–"]
     assert max(len(line) for line in text[2:10]) <= 80

@@ -14,7 +14,8 @@ from vitrail.surgery.merging.payoff import BestTime, Payoff
 
 LEGEND = (
     "ms: median time of one step on the whole batch, ± half the interquartile range; all rows are interleaved. "
-    "TMAC/s: 10¹² multiply-adds of the model per second; data sheets count two operations for each. Peak MB: weights, "
+    "GMACs: 10⁹ multiply-adds of one input. TMAC/s: 10¹² multiply-adds of the model per second; data sheets count two "
+    "operations for each. Peak MB: weights, "
     "one batch and what a step allocates (10⁶ bytes; CUDA only). Ready s: from the unchanged model to its first "
     "result, including compilation. Diff: relative distance of the output from the eager one."
 )
@@ -171,7 +172,7 @@ def title(result: BenchResult) -> str:
     return (
         f"{config.model}, {size}, batch {config.batch}, r = {r}{sizes}, {dtype}, {task}, "
         f"{weights} weights: {result.tokens_before} → {result.tokens_per_layer[-1]} tokens, "
-        f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GFLOPs"
+        f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GMACs"
     )
 
 

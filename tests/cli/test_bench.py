@@ -44,7 +44,12 @@ def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: loaded(name))
+
+
+def loaded(model: object) -> SimpleNamespace:
+    """What loading a model of images returns, as far as the command needs it."""
+    return SimpleNamespace(model=model, spec=SimpleNamespace(modality="image"))
 
 
 def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
@@ -70,6 +75,21 @@ def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
     assert f"Efficiency {data['efficiency']:.2f}: the same model" in done.stdout
     assert "Kernels of the merged model: " in done.stdout
     assert "Machine: " in done.stdout
+
+
+@pytest.mark.parametrize("given", [["--json", "x.json"], ["--json=x.json"]])
+def test_the_former_name_of_out_still_writes_a_file(
+    given: list[str], measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(MODEL, "-r", 16, *given)
+    assert done.exit_code == 0, done.output
+    assert "use -o FILE" in one_line(done.stderr)
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["config"]["r"] == 16
+    alone = run(MODEL, "-r", 16, "--json")
+    assert alone.exit_code == 0
+    assert "deprecated" not in alone.stderr
+    assert json.loads(alone.stdout)["config"]["r"] == 16
 
 
 def test_table(measured: list[BenchConfig]) -> None:
@@ -142,7 +162,7 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def load(name: str, command: str, **options: object) -> SimpleNamespace:
         calls.append((name, options))
-        return SimpleNamespace(model="the model")
+        return loaded("the model")
 
     def fake(config: BenchConfig, model: object, tell: Any) -> BenchResult:
         assert model == "the model"
@@ -273,7 +293,7 @@ def test_missing_matplotlib_stops_before_measuring(
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(sweeping, "import_module", missing)
+    monkeypatch.setattr("vitrail.drawing.plots.import_module", missing)
     done = run(MODEL, "--r", "4,8", "--plot", tmp_path / "x.png")
     assert done.exit_code == 2
     assert "need matplotlib" in one_line(done.stderr)

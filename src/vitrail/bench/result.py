@@ -225,7 +225,7 @@ def _agreement(check: Check) -> str:
             f" Gradients differ by {check.gradient_error:.1e} (rounding alone: {check.gradient_error_of_dtype:.1e})."
         )
     return (
-        f"Against the reference on {check.images} images: outputs differ by {check.error:.1e}, and "
+        f"Against the reference on {check.images} inputs: outputs differ by {check.error:.1e}, and "
         f"{check.equal_groups:.1%} of the patches have exactly the same group. For scale, distance from the reference "
         f"in {check.precise}: {check.error_of_dtype:.1e} for the reference ({check.equal_groups_of_dtype:.1%} equal "
         f"groups), {check.error_precise:.1e} for the merged model ({check.equal_groups_precise:.1%}).{gradients}"

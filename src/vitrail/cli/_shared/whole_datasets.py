@@ -96,8 +96,8 @@ def conclude(out: str, rows: int, skipped: tuple[Skipped, ...], last: Progress |
         bound = "decoding" if last.decoding_per_s < last.model_per_s else "the model"
         many = samples.plural
         console.say(
-            f"{counted(last.images, samples.noun)} in {last.seconds:,.1f} s: {last.images_per_s:,.1f} {many}/s. Decoding "
-            f"reaches {last.decoding_per_s:,.1f} {many}/s with {counted(last.workers, 'worker')}, the model "
+            f"{counted(last.images, samples.noun)} in {last.seconds:,.1f} s: {last.images_per_s:,.1f} {many}/s. "
+            f"Decoding reaches {last.decoding_per_s:,.1f} {many}/s with {counted(last.workers, 'worker')}, the model "
             f"{last.model_per_s:,.1f}; the run is bound by {bound}"
         )
     for _, _, reason in skipped[:NAMED]:

@@ -65,7 +65,7 @@ def test_export_writes_a_program_for_the_right_shape(saved: tuple[str, Path], tm
     out = tmp_path / "model.pt2"
     result = run("export", f"vitrail:{folder}", "--r", 1, "--batch", 2, "-o", out)
     assert result.exit_code == 0, result.output
-    assert f"images 2 × {' × '.join(map(str, SHAPES[modality]))}" in result.stdout
+    assert f"{NOUNS[modality]} 2 × {' × '.join(map(str, SHAPES[modality]))}" in result.stdout
     inputs = torch.randn(2, *SHAPES[modality])
     model = vitrail.load_model(str(folder))
     vitrail.merge(model, r=1)

@@ -45,7 +45,12 @@ def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: loaded(name))
+
+
+def loaded(model: object) -> SimpleNamespace:
+    """What loading a model of images returns, as far as the command needs it."""
+    return SimpleNamespace(model=model, spec=SimpleNamespace(modality="image"))
 
 
 def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
@@ -73,10 +78,26 @@ def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
     assert "Machine: " in done.stdout
 
 
+@pytest.mark.parametrize("given", [["--json", "x.json"], ["--json=x.json"]])
+def test_the_former_name_of_out_still_writes_a_file(
+    given: list[str], measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(MODEL, "-r", 16, *given)
+    assert done.exit_code == 0, done.output
+    assert "use -o FILE" in one_line(done.stderr)
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["config"]["r"] == 16
+    alone = run(MODEL, "-r", 16, "--json")
+    assert alone.exit_code == 0
+    assert "deprecated" not in alone.stderr
+    assert json.loads(alone.stdout)["config"]["r"] == 16
+
+
 def test_table(measured: list[BenchConfig]) -> None:
     done = run(MODEL, "-r", 16, "-b", 8, "--compile")
     text = done.stdout.splitlines()
-    assert [name for name in COLUMNS if name in text[2]] == list(COLUMNS)
+    columns = [name.format(samples="images") for name in COLUMNS]
+    assert [name for name in columns if name in text[2]] == columns
     row = next(line for line in text if "unmerged" in line and "compiled" in line)
     assert row.split() == ["unmerged", "compiled", "20", "±1%", "400", "0.4", "5", "0.50", "–"]
     assert max(len(line) for line in text[2:10]) <= 80
@@ -166,7 +187,7 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def load(name: str, command: str, **options: object) -> SimpleNamespace:
         calls.append((name, options))
-        return SimpleNamespace(model="the model")
+        return loaded("the model")
 
     def fake(config: BenchConfig, model: object, tell: Any) -> BenchResult:
         assert model == "the model"

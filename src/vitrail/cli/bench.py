@@ -19,10 +19,11 @@ from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable, write_atomically, write_text
 from vitrail.cli._shared.ranks import INTERRUPTED, command
+from vitrail.data.media.modality import MODALITIES
 from vitrail.drawing.plots import require_matplotlib
 from vitrail.errors import VitrailError
 
-COLUMNS = ("variant", "mode", "ms", "images/s", "TMAC/s", "peak MB", "ready s", "diff")
+COLUMNS = ("variant", "mode", "ms", "{samples}/s", "TMAC/s", "peak MB", "ready s", "diff")
 EXAMPLES = (
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 256 --dtype bf16 --compile",
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 1 --dtype bf16 --compile --graph",
@@ -141,9 +142,9 @@ def bench(
         _run(config, name, counts[name], out, plot_file)
 
 
-def table(result: BenchResult) -> Table:
-    """Return the table of one benchmark; the best row of each variant is bold."""
-    made = console.table(*COLUMNS, left=2)
+def table(result: BenchResult, samples: str = "images") -> Table:
+    """Return the table of one benchmark, of inputs called ``samples``; the best row of each variant is bold."""
+    made = console.table(*(column.format(samples=samples) for column in COLUMNS), left=2)
     made.columns[0].no_wrap = made.columns[1].no_wrap = True
     for row in result.rows:
         made.add_row(
@@ -167,7 +168,7 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
     """
     variants = [variant for variant in VARIANTS if name == "batch" or variant != "unmerged"]
     times = [f"{variant} ms" for variant in variants]
-    made = console.table(name, "tokens", "GFLOPs", *times, "speed-up", "efficiency", left=0)
+    made = console.table(name, "tokens", "GMACs", *times, "speed-up", "efficiency", left=0)
     for result in results:
         rows = [result.best(variant) for variant in variants]
         made.add_row(
@@ -198,7 +199,7 @@ def _run(
             for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
                 console.say(title(result), style="bold")
-                console.show(table(result))
+                console.show(table(result, MODALITIES[loaded.spec.modality].plural))
                 if not results:
                     console.say(LEGEND, style="dim")
                 console.say("\n".join([*summary(result), ""]))

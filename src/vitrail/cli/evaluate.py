@@ -16,6 +16,7 @@ from vitrail.cli._shared import console, options
 from vitrail.cli._shared.output import check_writable, write_text
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import plain
+from vitrail.data.media.modality import MODALITIES
 from vitrail.training import Evaluation
 from vitrail.training.run_directory import load_classifier
 
@@ -113,13 +114,14 @@ def evaluate(
 def _print_sweep(results: dict[str, Evaluation]) -> None:
     """Print one column for each setting, the unmerged model first."""
     first = next(iter(results.values()))
-    table = console.table("", *results, title=counted(first.count, "image"))
+    samples = MODALITIES[first.modality]
+    table = console.table("", *results, title=counted(first.count, samples.noun))
     figures = [_main_figures(found) for found in results.values()]
     for name in figures[0]:
         table.add_row(name, *(each[name] for each in figures))
     table.add_row("loss", *(f"{found.loss:.4f}" for found in results.values()))
     speeds = [found.images_per_s for found in results.values()]
-    table.add_row("images/s", *("–" if speed is None else f"{speed:,.0f}" for speed in speeds))
+    table.add_row(f"{samples.plural}/s", *("–" if speed is None else f"{speed:,.0f}" for speed in speeds))
     console.show(table)
     for text in dict.fromkeys(text for found in results.values() for text in found.notes):
         console.note(text)
@@ -140,7 +142,8 @@ def _main_figures(found: Evaluation) -> dict[str, str]:
 def _print(found: Evaluation) -> None:
     settings = ", ".join(f"{name}={value}" for name, value in (found.merge or {}).items() if name != "protect")
     merged = "not merged" if found.merge is None else f"merged: {settings}"
-    console.say(f"{counted(found.count, 'image')}, {merged}", style="bold")
+    samples = MODALITIES[found.modality]
+    console.say(f"{counted(found.count, samples.noun)}, {merged}", style="bold")
     others = {*found.mean_ap, *found.miou}
     if classes := [name for name in found.accuracy if name not in others]:
         table = console.table("head", "accuracy", "top 5", "calibration error")
@@ -162,11 +165,12 @@ def _print(found: Evaluation) -> None:
     if heads := found.disagreement:
         for i, j in combinations(range(len(heads.heads)), 2):
             share = 100 * heads.argmax[i, j].item()
-            console.say(f"{heads.heads[i]} and {heads.heads[j]} differ on {share:.2f} % of images")
+            console.say(f"{heads.heads[i]} and {heads.heads[j]} differ on {share:.2f} % of {samples.plural}")
     if found.outliers.get("outlier_share") is not None:
         console.say(f"Artifact tokens: {found.outliers['verdict']} ({100 * found.outliers['outlier_share']:.3g} %)")
     if found.images_per_s is not None:
-        console.say(f"{found.images_per_s:,.0f} images/s, {found.dtype} on {found.device}, batch size {found.batch}")
+        rate = f"{found.images_per_s:,.0f} {samples.plural}/s"
+        console.say(f"{rate}, {found.dtype} on {found.device}, batch size {found.batch}")
     for text in found.notes:
         console.note(text)
 

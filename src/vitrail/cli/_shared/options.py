@@ -17,6 +17,9 @@ from vitrail.surgery.saving import Settings, read_settings
 RENAMED = {"--size": "--image-size", "--batch": "--batch-size"}
 """Former names of options, which still work but are not shown."""
 
+JSON_FILES = ("bench", "evaluate")
+"""Commands whose ``--json`` was followed by a file before 0.3, as ``-o`` is now."""
+
 MAX_SIDE = 4096
 
 
@@ -117,6 +120,26 @@ def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list
         name, equals, value = argument.partition("=")
         present = RENAMED.get(name, name)
         renamed.append(present + equals + value if name not in known and present in known else argument)
+    return renamed
+
+
+def with_json_files(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with ``-o FILE.json`` for ``--json FILE.json``, the way to write a file before 0.3.
+
+    >>> with_json_files(["model", "--json", "found.json", "--r=8"])
+    ['model', '-o', 'found.json', '--r=8']
+    """
+    renamed: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name == "--json" and value:
+            renamed += ["-o", value]
+        elif renamed and renamed[-1] == "--json" and argument.endswith(".json"):
+            renamed[-1:] = ["-o", argument]
+        else:
+            renamed.append(argument)
+    if renamed != [*arguments]:
+        console.note("--json FILE is deprecated and will be removed in 0.4; use -o FILE. --json alone prints JSON.")
     return renamed
 
 

@@ -340,6 +340,10 @@ class TrunkAdapter(ABC):
         """
         return ()
 
+    def reads_between(self, trunk: nn.Module) -> bool:
+        """Return whether the model always reads tokens between blocks (a backbone's feature maps)."""
+        return False
+
     def stage(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks of a class-attention stage after the others; each returns its query tokens (B, Q, D)."""
         return ()
@@ -378,6 +382,13 @@ class TrunkAdapter(ABC):
     def elsewhere(self, model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the parts of a model around this trunk that do not run on its inputs (a text tower)."""
         return ()
+
+    def image_model(self, model: nn.Module, trunk: nn.Module) -> nn.Module:
+        """Return what runs a model around this trunk on a batch of images alone: the model, or a part or wrapper of it.
+
+        It shares the trunk, and returns itself where it is given as the model.
+        """
+        return model
 
     def behind(self, model: nn.Module, trunk: nn.Module) -> Sequence[tuple[nn.Module, int]]:
         """Return the parts of a model behind the blocks that run on every patch, or once for several, with how many."""

@@ -82,6 +82,11 @@ def test_time_registers(
     refuse_extended(model)
     refuse_packed(found, "adding test-time registers")
     refuse_windowed(found, "adding test-time registers")
+    if found.adapter.reads_between(found.trunk):
+        raise UnsupportedModel(
+            f"this {type(found.trunk).__name__} returns the tokens of earlier blocks too, and registers would be among "
+            "them; keep the last stage alone (out_features), or use the model without feature maps"
+        )
     if any(biased_layers(found)):
         raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")
     if any(parts.rotates for parts in found.block_adapters):

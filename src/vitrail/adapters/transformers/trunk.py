@@ -84,6 +84,9 @@ class TransformersTrunk(TrunkAdapter):
         nested = hasattr(getattr(block, "attention", None), "attention")
         return known_block(block, self.nested_classes if nested else self.block_classes)
 
+    def reads_between(self, trunk: Any) -> bool:
+        return self.exposes and {*trunk.out_indices} != {len(self.blocks(trunk))}
+
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         patch = trunk.embeddings.patch_embeddings.patch_size
         height, width = self.input_spec(trunk).size if size is None else size
@@ -125,6 +128,10 @@ class TransformersTrunk(TrunkAdapter):
 
     def elsewhere(self, model: nn.Module, trunk: Any) -> Sequence[nn.Module]:
         return [part for name, part in model.named_modules() if name.rpartition(".")[2] in _TEXT]
+
+    def image_model(self, model: nn.Module, trunk: nn.Module) -> nn.Module:
+        """Return the trunk where something beside it takes text or prompts, which images alone do not bring."""
+        return trunk if set(self.elsewhere(model, trunk)) - set(trunk.modules()) else model
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
         """Return the projector to a language model, with the number of patches that become one token."""

@@ -309,6 +309,9 @@ class TrunkAdapter(ABC):
     argument: str = "x"
     """Name of the argument that takes the input."""
 
+    exposes: bool = False
+    """Whether the model always reads the tokens between blocks (a backbone's feature maps)."""
+
     packed: bool = False
     """Whether images are packed into one sequence, so that tokens have no batch axis."""
 
@@ -339,10 +342,6 @@ class TrunkAdapter(ABC):
         segments: tokens stay in them, merged, through all blocks.
         """
         return ()
-
-    def reads_between(self, trunk: nn.Module) -> bool:
-        """Return whether the model always reads tokens between blocks (a backbone's feature maps)."""
-        return False
 
     def stage(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks of a class-attention stage after the others; each returns its query tokens (B, Q, D)."""

@@ -16,7 +16,7 @@ from vitrail._checks import as_device, shown
 from vitrail._wording import counted
 from vitrail.adapters import Found, image_model
 from vitrail.data.batches import Batches, open_batches
-from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError, VitrailWarning
 from vitrail.runtime.checks import refuse_packed
 from vitrail.surgery.hooks import Recording, watch
 
@@ -164,6 +164,8 @@ def taking(found: Found, batch: Tensor) -> Iterator[None]:
     """
     try:
         yield
+    except VitrailError:
+        raise
     except (AssertionError, ValueError, RuntimeError, TypeError, IndexError) as error:
         own = _own_shape(found)
         if isinstance(error, torch.OutOfMemoryError) or tuple(batch.shape[1:]) == own:

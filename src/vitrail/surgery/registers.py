@@ -82,10 +82,10 @@ def test_time_registers(
     refuse_extended(model)
     refuse_packed(found, "adding test-time registers")
     refuse_windowed(found, "adding test-time registers")
-    if found.adapter.reads_between(found.trunk):
+    if found.adapter.exposes:
         raise UnsupportedModel(
-            f"this {type(found.trunk).__name__} returns the tokens of earlier blocks too, and registers would be among "
-            "them; keep the last stage alone (out_features), or use the model without feature maps"
+            f"{type(found.trunk).__name__} makes feature maps of the tokens between its blocks, and registers would be "
+            "among them; use the same weights as a model without feature maps"
         )
     if any(biased_layers(found)):
         raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")

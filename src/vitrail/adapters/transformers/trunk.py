@@ -58,7 +58,6 @@ class TransformersTrunk(TrunkAdapter):
     Attributes:
         block_classes: adapters by block class.
         nested_classes: the same for versions of transformers in which attention holds a module of the same name.
-        exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         masks: names of the arguments that may mask tokens.
         modality: what the model takes, as in `InputSpec`.
@@ -70,7 +69,6 @@ class TransformersTrunk(TrunkAdapter):
     norm = "layernorm"
     block_classes: Mapping[type | str, BlockAdapter]
     nested_classes: Mapping[type | str, BlockAdapter] = MappingProxyType({})
-    exposes = False
     interpolates = False
     masks: tuple[str, ...] = ("attention_mask",)
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -83,9 +81,6 @@ class TransformersTrunk(TrunkAdapter):
     def block_adapter(self, block: Any) -> BlockAdapter:
         nested = hasattr(getattr(block, "attention", None), "attention")
         return known_block(block, self.nested_classes if nested else self.block_classes)
-
-    def reads_between(self, trunk: Any) -> bool:
-        return self.exposes and {*trunk.out_indices} != {len(self.blocks(trunk))}
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         patch = trunk.embeddings.patch_embeddings.patch_size

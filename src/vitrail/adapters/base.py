@@ -309,6 +309,9 @@ class TrunkAdapter(ABC):
     argument: str = "x"
     """Name of the argument that takes the input."""
 
+    exposes: bool = False
+    """Whether the model always reads the tokens between blocks (a backbone's feature maps)."""
+
     packed: bool = False
     """Whether images are packed into one sequence, so that tokens have no batch axis."""
 
@@ -378,6 +381,13 @@ class TrunkAdapter(ABC):
     def elsewhere(self, model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the parts of a model around this trunk that do not run on its inputs (a text tower)."""
         return ()
+
+    def image_model(self, model: nn.Module, trunk: nn.Module) -> nn.Module:
+        """Return what runs a model around this trunk on a batch of images alone: the model, or a part or wrapper of it.
+
+        It shares the trunk, and returns itself where it is given as the model.
+        """
+        return model
 
     def behind(self, model: nn.Module, trunk: nn.Module) -> Sequence[tuple[nn.Module, int]]:
         """Return the parts of a model behind the blocks that run on every patch, or once for several, with how many."""

@@ -120,6 +120,13 @@ def find(model: nn.Module) -> Found:
     return Found(trunk, adapter, blocks, tuple(adapter.block_adapter(block) for block in blocks))
 
 
+@checked
+def image_model(model: nn.Module) -> nn.Module:
+    """Return what runs a supported model on images alone, see `TrunkAdapter.image_model`."""
+    found = find(model)
+    return found.adapter.image_model(model, found.trunk)
+
+
 def supported() -> list[str]:
     """Return the names of the supported model classes."""
     of_libraries = {

@@ -188,6 +188,7 @@ ALIKE = 0.98
 """Cosine from which on the maps of two tokens are shown as one."""
 
 
+@checked
 def alike_maps(maps: Mapping[str, Tensor], least: float = ALIKE) -> dict[str, dict[str, float]]:
     """Return the tokens whose maps differ, each with the later tokens whose maps are like its own, and their cosines.
 

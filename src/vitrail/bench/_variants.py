@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters import find, load_model, size_options
+from vitrail.adapters import find, image_model, load_model, size_options
 from vitrail.adapters.base import BlockAdapter, repeat_heads
 from vitrail.adapters.registry import sized
 from vitrail.bench.config import BenchConfig
@@ -68,6 +68,7 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
     if module is None:
         torch.manual_seed(0)
         module = load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
+    module = image_model(module)
     spec, layout = sized(find(module), config.size, config.model)
     module = module.to(config.torch_device, config.weight_dtype).eval()
     options = _merge_options(config, module)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._checks import check_int
-from vitrail.adapters import find
+from vitrail.adapters import find, image_model
 from vitrail.adapters.registry import declared_spec, named_classes
 from vitrail.adapters.saved import class_names, target_specs
 from vitrail.data.sources.base import LABEL
@@ -48,6 +48,7 @@ class Predictor(Core):
         spec: InputSpec | None = None,
     ) -> None:
         check_int("top", top)
+        model = image_model(model)
         self.model, self._found = cast_model(model, precision), find(model)
         known = declared_spec(model) if spec is None else spec
         assert known is not None

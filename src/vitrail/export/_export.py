@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import vitrail
 from vitrail._arguments import checked
 from vitrail._atomic_files import rename_all
 from vitrail._checks import as_path, is_int, is_number
-from vitrail.adapters import Found, input_spec
+from vitrail.adapters import Found, image_model, input_spec
 from vitrail.adapters.registry import declared_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
 from vitrail.export._trace import PlainModel, explained, trace
@@ -202,6 +202,8 @@ def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return the model on the CPU in a dtype: itself if it already is, else a copy."""
     if type(model).__name__ == "OptimizedModule":  # from torch.compile(model)
         model = model._orig_mod  # type: ignore[assignment]
+    with suppress(UnsupportedModel):  # any other model that takes one tensor
+        model = image_model(model)
     training = [name or type(model).__name__ for name, part in model.named_modules() if part.training]
     if training:
         raise ExportError(

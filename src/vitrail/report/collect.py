@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail._distributed import all_gather, rank_and_world_size
-from vitrail.adapters import find
+from vitrail.adapters import find, image_model
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.norms import NormAccumulator
 from vitrail.analysis.redundancy import neighbor_similarity, object_share
@@ -253,7 +253,7 @@ def run_hooked(model: nn.Module, images: Tensor, *hooks: Any) -> list[Any]:
         for one in hooks:
             stack.enter_context(one.hooked())
         stack.enter_context(evaluating(model))
-        model(to_model(model, images))
+        image_model(model)(to_model(model, images))
     recorded = [one.take() for one in hooks]
     if any(len(calls) != 1 for calls in recorded):
         runs = max(len(calls) for calls in recorded)

@@ -19,7 +19,7 @@ from vitrail._checks import as_tuple, is_int
 from vitrail.adapters import Found, find
 from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
 from vitrail.adapters.windows import LayerWindows, WindowedAdapter, flat_tokens
-from vitrail.errors import BrokenPass, InvalidOption
+from vitrail.errors import BrokenPass, InvalidOption, UnsupportedModel
 from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections
@@ -72,7 +72,15 @@ def watch(
     if wrong or not names:
         raise InvalidOption(f"what is one or more of {', '.join(WHAT)}; got {', '.join(map(str, wrong)) or what!r}")
     queries = None if queries is None else as_tuple(queries)  # an iterator is needed for every batch
-    return Recorder(found, frozenset(names), check_layers(layers, len(found.blocks)), queries, keep)
+    recorder = Recorder(found, frozenset(names), check_layers(layers, len(found.blocks)), queries, keep)
+    if recorder.what & ATTENDING and all(map(recorder._pools, recorder.layers)):
+        last = recorder.layers[-1]
+        raise UnsupportedModel(
+            f"block {last} of {len(found.blocks)} in this {type(found.trunk).__name__} pools its queries or ends in a "
+            "convolution, so Vitrail runs it as it is, and its queries, keys, values and attention are not recorded; "
+            "record other layers, or tokens and norms"
+        )
+    return recorder
 
 
 def check_layers(layers: int | Sequence[int] | None, depth: int) -> tuple[int, ...]:

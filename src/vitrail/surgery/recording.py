@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vitrail._arguments import checked
 from vitrail._checks import as_device, shown
 from vitrail._wording import counted
-from vitrail.adapters import Found
+from vitrail.adapters import Found, image_model
 from vitrail.data.batches import Batches, open_batches
-from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError, VitrailWarning
 from vitrail.runtime.checks import refuse_packed
 from vitrail.surgery.hooks import Recording, watch
 
@@ -90,9 +90,10 @@ def stream(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidOption(f"dtype must be a floating point dtype such as torch.float16; got {dtype!r}")
     recorder = watch(model, what, layers, queries, keep)
+    whole = image_model(model) if call is None else model
     for batch in read_batches(recorder.found, images, batch_size):
         with recorder.hooked(), evaluating(model), torch.no_grad(), taking(recorder.found, batch):
-            model(to_model(model, batch), **(call or {}))
+            whole(to_model(model, batch), **(call or {}))
         yield from recorder.take()
 
 
@@ -163,6 +164,8 @@ def taking(found: Found, batch: Tensor) -> Iterator[None]:
     """
     try:
         yield
+    except VitrailError:
+        raise
     except (AssertionError, ValueError, RuntimeError, TypeError, IndexError) as error:
         own = _own_shape(found)
         if isinstance(error, torch.OutOfMemoryError) or tuple(batch.shape[1:]) == own:

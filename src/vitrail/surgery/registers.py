@@ -82,6 +82,11 @@ def test_time_registers(
     refuse_extended(model)
     refuse_packed(found, "adding test-time registers")
     refuse_windowed(found, "adding test-time registers")
+    if found.adapter.exposes:
+        raise UnsupportedModel(
+            f"{type(found.trunk).__name__} makes feature maps of the tokens between its blocks, and registers would be "
+            "among them; use the same weights as a model without feature maps"
+        )
     if any(biased_layers(found)):
         raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")
     if any(parts.rotates for parts in found.block_adapters):

@@ -164,8 +164,12 @@ class TokenLayout:
                 known = f"roles ({', '.join(_ROLES)}), 'all', or positions below {self.num_tokens}"
                 raise InvalidOption(f"tokens are {known}; got {token!r}")
         if not found:
-            wanted = "special tokens" if tokens is None else repr(tokens)
-            raise InvalidOption(f"no such token: the model has {self.describe()}, but not {wanted}")
+            if tokens is None:
+                raise InvalidOption(
+                    f"the model has {self.describe()} and no special tokens, whose attention rows are the default; "
+                    'pass queries=, positions or "all"'
+                )
+            raise InvalidOption(f"no such token: the model has {self.describe()}, but not {tokens!r}")
         return tuple(dict.fromkeys(found))
 
     def describe(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitrail._arguments import checked
 from vitrail._wording import counted
-from vitrail.adapters import Found, find
+from vitrail.adapters import Found, find, image_model
 from vitrail.analysis.statistics import Interval, bootstrap, ratio_of_medians, split_images, wilson
 from vitrail.data.batches import open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
@@ -120,7 +120,7 @@ def tune(
         _try(model, one, proportional)
     tell = on_progress or (lambda stage, done, total: None)
     loaded, known = _load(found, images, labels, limit, batch_size, goal.quality.labeled)
-    trials = Trials(model, found, loaded, known, goal.quality.dense, proportional=proportional)
+    trials = Trials(image_model(model), found, loaded, known, goal.quality.dense, proportional=proportional)
     if trials.count < 4:
         raise UnsupportedInput(f"tune needs 4 samples or more, better some hundreds; got {trials.count}")
     start = time.monotonic()

@@ -71,6 +71,11 @@ class NaflexTrunk(SiglipTrunk):
     def image_module(self, trunk: nn.Module) -> nn.Module:
         return trunk
 
+    def image_model(self, model: nn.Module, trunk: nn.Module) -> nn.Module:
+        if isinstance(model, NaflexImages):
+            return model
+        return NaflexImages(super().image_model(model, trunk), trunk)
+
     def read_images(
         self, trunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
@@ -87,6 +92,30 @@ class NaflexTrunk(SiglipTrunk):
                 f"{pixels.shape[1]} patches. Record them separately, or pass images of one size"
             )
         return (one[0] * size, one[1] * size), None
+
+
+class NaflexImages(nn.Module):
+    """A model of NaFlex, called with images (B, C, H, W) instead of patches; its attributes are the model's."""
+
+    def __init__(self, model: nn.Module, trunk: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.size: int = trunk.config.patch_size
+        self.train(model.training)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(self.model, name)
+
+    def forward(self, images: Tensor) -> Any:
+        if any(isinstance(part, NaflexEntryPoint) for part in self.model.modules()):
+            return self.model(pixel_values=images)  # an exported program has no values of spatial_shapes
+        patches, shapes = cut(images, self.size)
+        return self.model(pixel_values=patches, pixel_attention_mask=None, spatial_shapes=shapes)
 
 
 def cut(images: Tensor, size: int) -> tuple[Tensor, Tensor]:

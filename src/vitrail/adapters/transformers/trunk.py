@@ -59,7 +59,6 @@ class TransformersTrunk(TrunkAdapter):
     Attributes:
         block_classes: adapters by block class.
         nested_classes: the same for versions of transformers in which attention holds another module with its heads.
-        exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         masks: names of the arguments that may mask tokens.
         modality: what the model takes, as in `InputSpec`.
@@ -71,7 +70,6 @@ class TransformersTrunk(TrunkAdapter):
     norm = "layernorm"
     block_classes: Mapping[type | str, BlockAdapter]
     nested_classes: Mapping[type | str, BlockAdapter] = MappingProxyType({})
-    exposes = False
     interpolates = False
     masks: tuple[str, ...] = ("attention_mask",)
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -134,6 +132,10 @@ class TransformersTrunk(TrunkAdapter):
 
     def elsewhere(self, model: nn.Module, trunk: Any) -> Sequence[nn.Module]:
         return [part for name, part in model.named_modules() if name.rpartition(".")[2] in _TEXT]
+
+    def image_model(self, model: nn.Module, trunk: nn.Module) -> nn.Module:
+        """Return the trunk where something beside it takes text or prompts, which images alone do not bring."""
+        return trunk if set(self.elsewhere(model, trunk)) - set(trunk.modules()) else model
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
         """Return the projector to a language model, with the number of patches that become one token."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import vitrail
-from vitrail.adapters import LIBRARIES, find, hub, size_options
+from vitrail.adapters import LIBRARIES, find, hub, image_model, size_options
 from vitrail.adapters.registry import library, sized, split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, target_specs
 from vitrail.cli._shared.media import MEDIA, Medium, check_accepted
@@ -66,6 +66,7 @@ def load(
                 add_saved_tokens(model, model_folder(named(name)))
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
+    model = image_model(model)
     found = find(model)
     spec = found.adapter.input_spec(found.trunk)
     check_accepted(name, spec, command)

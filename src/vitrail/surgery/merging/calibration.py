@@ -13,7 +13,7 @@ from torch import nn
 
 from vitrail._checks import is_number
 from vitrail._wording import counted
-from vitrail.adapters import Found
+from vitrail.adapters import Found, image_model
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.merging import Schedule
@@ -115,7 +115,7 @@ def _count(model: nn.Module, found: Found, plan: Plan, data: Batches, batch_size
     counts = _Counts([], [], [], [])
     for batch in read_batches(found, data, batch_size):
         with tracking(plan) as trace, taking(found, batch), found.blocks[-1].register_forward_hook(_check_tokens):
-            found.trunk(to_model(model, batch))
+            image_model(found.trunk)(to_model(model, batch))
         kept = (trace.tokens_per_layer[:, -1] - trace.layout.num_special).tolist()
         patches = trace.layout.num_patches
         counts.patches.extend([patches] * len(kept))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
-from vitrail.adapters import Found, find
+from vitrail.adapters import Found, find, image_model
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.merging.foresight import Foresight
@@ -149,7 +149,7 @@ class FirstPass:
         queries: Any = range(layout.num_tokens) if self.by == "received_attention" else first_class_token(layout)
         recorder = watch(self.model, "attention", self.layers, queries)
         with self.lock, recorder.hooked(), evaluating(self.model), torch.no_grad(), taking(self.found, small):
-            self.found.trunk(small)
+            image_model(self.found.trunk)(small)
         (recorded,) = recorder.take()
         total: Tensor | float = 0.0
         for rows in recorded.by_layer["attention"].values():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitrail._checks import check_int, check_positive
 from vitrail._timing import Clock, Spread, measure
 from vitrail._wording import counted
-from vitrail.adapters import Found
+from vitrail.adapters import Found, image_model
 from vitrail.errors import UnsupportedInput
 from vitrail.runtime.checks import refuse_packed
 from vitrail.runtime.cuda_graphs.capture import capture
@@ -102,7 +102,7 @@ def measure_payoff(
         images = torch.randn((batch, *shape), device=weight.device).to(weight.dtype)
     models = {"unmerged": copy_unmerged(found.trunk), "merged": copy_model(found.trunk, share=True)}
     steps = {
-        (name, mode): call for name, model in models.items() for mode, call in _modes(model.eval(), images)
+        (name, mode): call for name, model in models.items() for mode, call in _modes(image_model(model.eval()), images)
     }  # fmt: skip
     with torch.inference_mode():
         spreads = measure(steps, Clock(weight.device), seconds)

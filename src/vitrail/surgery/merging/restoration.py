@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._checks import is_int, is_number
-from vitrail.adapters import Found
+from vitrail.adapters import Found, image_model
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.merging import MergeState
@@ -167,7 +167,7 @@ def _run(found: Found, images: Tensor) -> list[_Output]:
     handles = [block.register_forward_hook(take, with_kwargs=True) for block in found.blocks]
     try:
         with eagerly(), taking(found, images):
-            found.trunk(images)
+            image_model(found.trunk)(images)
     finally:
         for handle in handles:
             handle.remove()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail._arguments import fitting
+from vitrail._arguments import checked, fitting
 from vitrail.analysis._inputs import at_least_float32, check_finite, check_shape, chunks, map_chunks
 from vitrail.analysis.norms.prominence import prominence
 from vitrail.analysis.result import Result

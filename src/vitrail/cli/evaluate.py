@@ -130,7 +130,7 @@ def _print_sweep(results: dict[str, Evaluation]) -> None:
 def _main_figures(found: Evaluation) -> dict[str, str]:
     """Return the figures by which each head is judged, as printed."""
     classes = {name: share for name, share in found.accuracy.items() if name not in {*found.mean_ap, *found.miou}}
-    shares: dict[str, Mapping[str, float]] = {"accuracy": classes, "mAP": found.mean_ap, "mIoU": found.miou}
+    shares: dict[str, Mapping[str, float | None]] = {"accuracy": classes, "mAP": found.mean_ap, "mIoU": found.miou}
     figures = {f"{title}, {name}": _percent(share) for title, each in shares.items() for name, share in each.items()}
     for name, error in found.rmse.items():
         r2 = found.r2.get(name)

@@ -23,10 +23,16 @@ with vitrail.merge(model, r=16) as merging:
     assert merging.tokens_per_layer()[-1] == 70
     assert model(images).shape == plain.shape
 assert torch.equal(model(images), plain)
+for name, shape in {"vitrail:audio": (1, 40, 64), "vitrail:video": (3, 8, 40, 40)}.items():
+    model = vitrail.load_model(name)
+    with vitrail.merge(model, r=4) as merging:
+        model(torch.randn(1, *shape))
+        assert merging.tokens_per_layer()[-1] < merging.tokens_per_layer()[0]
 print("vitrail", vitrail.__version__, "works")
 """
 NEEDED = (
-    "vitrail/weights/tiny/model.safetensors",
+    *(f"vitrail/weights/{name}/model.safetensors" for name in ("audio", "tiny", "video")),
+    *(f"vitrail/weights/{name}/CARD.md" for name in ("audio", "tiny", "video")),
     "vitrail/report/page/style.css",
     "vitrail/web/page/index.html",
     "vitrail/py.typed",

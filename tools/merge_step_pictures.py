@@ -15,6 +15,7 @@ from torch import Tensor
 import vitrail
 from vitrail import Assignment, Context, Reduction, ToMe
 from vitrail.data import samples
+from vitrail.drawing.theme import LIGHT, SERIES, rgb
 from vitrail.merging.bipartite import best_edges, similarity
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -22,8 +23,8 @@ MERGES = 16
 SIDE = 640
 TABLE = ("<!-- pairs -->\n", "<!-- end of pairs -->")
 
-CREAM, INK = (250, 246, 236), (34, 32, 38)
-COBALT, AMBER, RUBY = (34, 74, 168), (222, 152, 32), (176, 32, 56)
+CREAM, INK, COBALT, RUBY = (rgb(LIGHT[name]) for name in ("page", "ink", "cobalt", "ruby"))
+AMBER = rgb(SERIES[1])
 
 
 class Step(NamedTuple):

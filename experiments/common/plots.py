@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from PIL import Image
 
+from experiments.common.statistics import mean_interval
 from vitrail.drawing.theme import LIGHT, PLOT, SERIES
 
 if TYPE_CHECKING:
@@ -80,41 +81,51 @@ def dots(
     spread: bool = True,
     title: str = "",
 ) -> None:
-    """Draw each group as one dot per value, with the mean and a band of one standard deviation to either side.
+    """Draw each group as one dot per value, with the mean and a band for its 95 % interval over seeds.
 
     Groups are listed from top to bottom; the title adds which is highest. With ``spread=False`` only dots are drawn.
     """
     for position, (name, values) in enumerate(groups.items()):
         color = (colors or {}).get(name, COLORS[0])
         if spread:
-            mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+            mean, interval = float(np.mean(values)), mean_interval(values)
             band: dict[str, Any] = {"linewidth": 6, "alpha": 0.25, "solid_capstyle": "butt"}
-            axes.plot([mean - sd, mean + sd], [position, position], color=color, **band)
+            axes.plot(interval, [position, position], color=color, **band)
             axes.plot([mean, mean], [position - 0.28, position + 0.28], color=color, linewidth=2)
         axes.plot(values, jitter(position, len(values)), "o", color=color, markersize=4, markeredgewidth=0, alpha=0.9)
     axes.set_yticks(range(len(groups)), list(groups))
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(label)
+    several = spread and any(len(values) > 1 for values in groups.values())
+    axes.set_xlabel(f"{label}\n(band: 95 % interval of the mean over seeds)" if several else label)
     if spread:
-        axes.set_title(textwrap.fill(": ".join(filter(None, (title, claim(groups)))), TITLE), fontsize=9)
+        entitle(axes, groups, title=title)
 
 
-def claim(groups: Groups) -> str:
-    """Return which group has the highest mean, and whether values of others reach into its own.
+def entitle(axes: Axes, groups: Groups, where: str = "", *, which: str = "highest", title: str = "") -> None:
+    """Set the claim of a plot as its title, after a title that it may have."""
+    axes.set_title(textwrap.fill(": ".join(filter(None, (title, claim(groups, where, which)))), TITLE), fontsize=9)
+
+
+def claim(groups: Groups, where: str = "", which: str = "highest") -> str:
+    """Return which group has the highest (or lowest) mean, and whether values of others reach into its own.
 
     >>> claim({"a": [1, 2], "b": [3, 4]}), claim({"a": [1, 3.5], "b": [3, 4]})
     ('highest: b, without overlap', 'highest on average: b; a overlaps')
+    >>> claim({"a": [1, 2], "b": [3, 4]}, " at the end", "lowest")
+    'lowest at the end: a, without overlap'
     """
     if len(groups) < 2:
         return ""
-    top = max(groups, key=lambda name: float(np.mean(groups[name])))
-    overlapping = [name for name, values in groups.items() if name != top and max(values) >= min(groups[top])]
+    sign = -1 if which == "lowest" else 1
+    signed = {name: [sign * value for value in values] for name, values in groups.items()}
+    top = max(signed, key=lambda name: float(np.mean(signed[name])))
+    overlapping = [name for name, values in signed.items() if name != top and max(values) >= min(signed[top])]
     if not overlapping:
-        return f"highest: {top}, without overlap"
+        return f"{which}{where}: {top}, without overlap"
     others = f"{overlapping[0]} overlaps" if len(overlapping) == 1 else f"{len(overlapping)} others overlap"
-    return f"highest on average: {top}; {others}"
+    return f"{which} on average{where}: {top}; {others}"
 
 
 def jitter(position: float, count: int) -> list[float]:
@@ -137,6 +148,7 @@ def lines(
         for other in others:
             axes.plot(x, other, **{"linewidth": 1.8, **style})
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    entitle(axes, {name: [seed[-1][1] for seed in seeds] for name, seeds in curves.items()}, " at the end")
 
 
 def scatter_curves(axes: Axes, curves: Curves, xlabel: str, ylabel: str) -> None:
@@ -148,12 +160,13 @@ def scatter_curves(axes: Axes, curves: Curves, xlabel: str, ylabel: str) -> None
         axes.plot(*both.reshape(-1, 2).T, "o", color=color, markersize=3, alpha=0.35, markeredgewidth=0)
         axes.plot(*mean.T, "-o", color=color, markersize=5, linewidth=1.4, label=name)
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    entitle(axes, {name: [max(y for _, y in seed) for seed in seeds] for name, seeds in curves.items()}, " at best")
 
 
 def legend(axes: Axes, *, own: bool = False) -> None:
-    """Add a legend above the figure, or above these axes if ``own``."""
+    """Add a legend above the figure, or below these axes if ``own``."""
     if own:
-        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0.2)
     else:
         handles, names = axes.get_legend_handles_labels()
         columns = 4 if axes.figure.get_figure(root=True).get_figwidth() > 8 else 3

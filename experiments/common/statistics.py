@@ -58,6 +58,17 @@ def spread(values: Sequence[float]) -> Spread:
     )
 
 
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the t interval of the mean over seeds; the value itself if there is one.
+
+    >>> mean_interval([2.0])
+    (2.0, 2.0)
+    """
+    found = spread(values)
+    half = _t(confidence, found.count - 1) * found.sd / sqrt(found.count) if found.count > 1 else 0.0
+    return found.mean - half, found.mean + half
+
+
 def paired_difference(first: Array, second: Array, confidence: float = 0.95) -> Difference:
     """Compare two arms by their correct predictions (seeds, images), with equal seeds and images in equal order.
 

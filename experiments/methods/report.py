@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.plots import COLORS, INK, figure, legend
+from experiments.common.plots import COLORS, INK, PALE, entitle, figure, legend
 from experiments.common.readme import replace_section, with_plots
 from experiments.common.results import read_rows
 from experiments.common.statistics import spread
@@ -288,9 +288,16 @@ def plot_kind(kind: str, found: By, speeds: Mapping[tuple[str, float], float], f
                         color = colors.get(name)
                         style: dict[str, Any] = {"linewidth": 1.6} if color else {"linewidth": 0.7, "alpha": 0.7}
                         label_of = name if color else None
-                        axes.plot(*zip(*points_of, strict=True), "-o", color=color or "#bbbbbb", markersize=3,
+                        axes.plot(*zip(*points_of, strict=True), "-o", color=color or PALE, markersize=3,
                                   label=label_of if over_speed else None, **style)  # fmt: skip
-                axes.set(xlabel="speed-up, measured" if over_speed else "GFLOPs", ylabel=label)
+                axes.set(xlabel="speed-up, measured" if over_speed else "GMACs of an image", ylabel=label)
+                at_share = {
+                    name: [value({seed: row}) for seed, row in rows.items()]
+                    for (name, share), rows in found.items()
+                    if share == TABLE_SHARE and name in names and (not over_speed or (name, share) in speeds)
+                }
+                which = "lowest" if file == "fidelity" else "highest"
+                entitle(axes, at_share, f" at {100 * TABLE_SHARE:.0f} % of the multiply-adds", which=which)
                 if file == "fidelity":
                     axes.set_yscale("log")
                 else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.common.plots import COLORS, INK, figure, legend
+from experiments.common.plots import COLORS, INK, PALE, figure, legend
 from experiments.common.statistics import Difference
 from experiments.common.tables import markdown, points
 from experiments.methods.measure import REFERENCE, UNMERGED
@@ -68,9 +68,9 @@ def plot_dense(kind: str, found: By, folder: Path) -> None:
                     for (one, _), rows in found.items()
                     if one == name
                 )
-                color = COLORS[SHOWN.index(name) % len(COLORS)] if name in SHOWN else "#bbbbbb"
+                color = COLORS[SHOWN.index(name) % len(COLORS)] if name in SHOWN else PALE
                 axes.plot(*zip(*curve, strict=True), "-o", color=color, markersize=3,
                           linewidth=1.6 if name in SHOWN else 0.7, label=name if name in SHOWN else None)  # fmt: skip
             axes.axhline(0, color=INK, linewidth=0.8)
-            axes.set(xlabel="GFLOPs", ylabel=f"{label} against unmerged")
+            axes.set(xlabel="GMACs of an image", ylabel=f"{label} against unmerged")
         legend(panels[0])

@@ -171,7 +171,16 @@ def section(rows: Rows, plot: str = "long_run/norms.png") -> str:
     if with_tokens:
         cells = ([row["arm"], f"{row['epochs']}", *table_cells(row["tail"])] for row in with_tokens)
         table += f"\n\n{HIGH_NORM_TITLE}\n\n{markdown([['model', 'epochs', *HEADINGS], *cells])}"
-    return f"{table}\n\n{measured}\n\n![norms by layer and epoch]({plot})"
+    return f"{table}\n\n{measured}\n\n![{_description(rows)}]({plot})"
+
+
+def _description(rows: Rows) -> str:
+    """Return what the plot shows, for readers who do not see it."""
+    last = [max(layer["max"] / layer["50"] for layer in row["over_training"][-1]["layers"]) for row in rows]
+    at_end = f"{min(last):.2f} to {max(last):.2f}" if len(rows) > 1 else f"{max(last):.2f}"
+    return (
+        f"Highest patch norm over the median by layer and epoch; at the end its largest value in any layer is {at_end}"
+    )
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
@@ -250,10 +259,11 @@ def _write_section(rows: Path) -> None:
     if not found:
         raise InvalidOption(f"{rows} has no rows. Train a model first")
     page = HERE / "README.md" if rows.resolve() == ROWS else rows.parent / "README.md"
-    text = section(found, os.path.relpath(rows.parent / "norms.png", page.parent))
+    plot = rows.parent / "norms.png"
+    plot_norms(found, rows.parent)
+    text = section(found, os.path.relpath(plot, page.parent))
     blank = "# Large models\n\n<!-- long -->\n<!-- /long -->\n"
     written = replace_section(page, text, "long", blank=blank)
-    plot_norms(found, rows.parent)
     write_bytes(page, written.encode())
     typer.echo(f"{len(found)} rows of {rows}, in {page}")
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.common.plots import COLORS, dots, figure, legend, lines, scatter_curves
+from experiments.common.plots import COLORS, dots, entitle, figure, legend, lines, scatter_curves
 from experiments.common.results import by_arm
 from experiments.common.study import Rows, Study
 
@@ -70,12 +70,11 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     if each:
         with figure(folder / "each_register.png", columns=2, width=9.0) as (first, second):
             norms = {arm: [one["norm_ratio"] for one in some] for arm, some in each.items()}
-            dots(first, norms, "norm of a register / norm of a patch")
-            dots(
-                second,
-                {arm: [register_class_probe(one) for one in some] for arm, some in each.items()},
-                "class from one register, %",
-            )
+            probes = {arm: [register_class_probe(one) for one in some] for arm, some in each.items()}
+            labels = ("norm of a register / norm of a patch", "class from one register, %")
+            for axes, groups, label in zip((first, second), (norms, probes), labels, strict=True):
+                dots(axes, groups, label, spread=False)  # registers of one run are no independent samples
+                entitle(axes, groups)
             first.locator_params(axis="x", nbins=6)
     if any(row.get("cure") for row in rows):
         plot_treatments(arms, folder / "test_time_registers.png")

@@ -38,6 +38,7 @@ NAME = "timm:vit_tiny_patch16_224"
         *(({"train": True, "modes": (mode,)}, "CUDA graphs") for mode in MODES if uses_graph(mode)),
         ({"train": True, "dtype": "fp16"}, "overflows"),
         ({"autocast": True}, "choose dtype bf16 or fp16"),
+        ({"merge": "nothing"}, "nothing"),
     ],
 )
 def test_invalid_options(options: dict[str, Any], message: str) -> None:

@@ -95,6 +95,6 @@ def test_title() -> None:
     config = BenchConfig("timm:vit", r=(4, 2), batch=8, dtype="bf16", autocast=True, train=True)
     assert title(result(*FULL, config=config)) == (
         "timm:vit, 224 × 224, batch 8, r = 4 2, bf16 through autocast, training step (forward, backward, AdamW), "
-        "random weights: 197 → 149 tokens, 2 → 1 GFLOPs"
+        "random weights: 197 → 149 tokens, 2 → 1 GMACs"
     )
     assert "r = 4, sizes ignored, fp32" in title(result(config=BenchConfig("timm:vit", r=4, proportional=False)))

@@ -71,7 +71,7 @@ def test_unknown_plot_format() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-@pytest.mark.parametrize("name", ["r", "batch"])
+@pytest.mark.parametrize("name", ["r", "batch", "merge"])
 def test_plot(name: str) -> None:
     assert plot(results(), name).startswith(b"\x89PNG")
     assert plot(results(), name, "svg").startswith(b"<?xml")

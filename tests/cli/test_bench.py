@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from tests.bench.models import FULL, result
 from tests.cli.words import one_line
+from vitrail import load_model, merge
 from vitrail.bench import MODES, BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
 from vitrail.cli import app
@@ -44,7 +45,12 @@ def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: loaded(name))
+
+
+def loaded(model: object) -> SimpleNamespace:
+    """What loading a model of images returns, as far as the command needs it."""
+    return SimpleNamespace(model=model, spec=SimpleNamespace(modality="image"))
 
 
 def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
@@ -72,10 +78,26 @@ def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
     assert "Machine: " in done.stdout
 
 
+@pytest.mark.parametrize("given", [["--json", "x.json"], ["--json=x.json"]])
+def test_the_former_name_of_out_still_writes_a_file(
+    given: list[str], measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(MODEL, "-r", 16, *given)
+    assert done.exit_code == 0, done.output
+    assert "use -o FILE" in one_line(done.stderr)
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["config"]["r"] == 16
+    alone = run(MODEL, "-r", 16, "--json")
+    assert alone.exit_code == 0
+    assert "deprecated" not in alone.stderr
+    assert json.loads(alone.stdout)["config"]["r"] == 16
+
+
 def test_table(measured: list[BenchConfig]) -> None:
     done = run(MODEL, "-r", 16, "-b", 8, "--compile")
     text = done.stdout.splitlines()
-    assert [name for name in COLUMNS if name in text[2]] == list(COLUMNS)
+    columns = [name.format(samples="images") for name in COLUMNS]
+    assert [name for name in columns if name in text[2]] == columns
     row = next(line for line in text if "unmerged" in line and "compiled" in line)
     assert row.split() == ["unmerged", "compiled", "20", "±1%", "400", "0.4", "5", "0.50", "–"]
     assert max(len(line) for line in text[2:10]) <= 80
@@ -126,6 +148,30 @@ def test_sweep(measured: list[BenchConfig], tmp_path: Path) -> None:
     assert one_line(done.stdout).count("Unmerged: 20 ms, the median of 3 runs") == 1
 
 
+def test_any_merging(saved_vit: Path, tmp_path: Path) -> None:
+    options = ("--batch-size", 2, "--device", "cpu", "--seconds", "0.01", "--no-check")
+    done = run(f"hf:{saved_vit}", "--merge", "keep=0.5,method=energy", *options)
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout.splitlines()[-1])
+    model = load_model(f"hf:{saved_vit}")
+    with merge(model, keep=0.5, method="energy") as merging:
+        assert data["tokens_per_layer"] == merging.tokens_per_layer()
+        merging.save(tmp_path)
+    assert "batch 2, keep=0.5,method=energy, fp32" in done.stdout
+    again = run(f"hf:{saved_vit}", "--merge", tmp_path, *options)
+    assert json.loads(again.stdout.splitlines()[-1])["tokens_per_layer"] == data["tokens_per_layer"]
+
+
+def test_sweep_over_settings(measured: list[BenchConfig], tmp_path: Path) -> None:
+    done = run(MODEL, "--merge", "r=0,4,8,method=energy")
+    assert done.exit_code == 0, done.output
+    assert [config.merge for config in measured] == ["r=4,method=energy", "r=8,method=energy"]
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert data["sweep"] == "merge"
+    assert [entry["config"]["merge"] for entry in data["runs"]] == ["r=4,method=energy", "r=8,method=energy"]
+    assert one_line(done.stdout).count("Unmerged: 20 ms, the median of 2 runs") == 1
+
+
 def test_status_line_is_cleared(measured: list[BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     for name in ("out", "err"):
@@ -141,7 +187,7 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def load(name: str, command: str, **options: object) -> SimpleNamespace:
         calls.append((name, options))
-        return SimpleNamespace(model="the model")
+        return loaded("the model")
 
     def fake(config: BenchConfig, model: object, tell: Any) -> BenchResult:
         assert model == "the model"
@@ -229,7 +275,7 @@ def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pyt
         (["--r", "16,16,8,8"], "one number per layer, use Python"),
         (["--r", "4", "--batch", "0"], "--batch-size '0' is not a number of 1 or more"),
         (["--r", "4", "--batch", "many"], "--batch-size 'many' is not a number of 1 or more"),
-        (["--r", "4,8", "--batch", "1,2"], "Sweep either --r or --batch"),
+        (["--r", "4,8", "--batch", "1,2"], "Sweep either --r or --merge, or --batch"),
         (["--r", "4", "--plot", "x.png"], "--plot needs a sweep"),
         (["--r", "4", "--device", "cuda"], "no CUDA device"),
         (["--r", "4", "--device", "tpu"], "device must be one of cpu, cuda; got 'tpu'"),
@@ -246,7 +292,12 @@ def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pyt
         (["--r", "4", "--threads", "100000"], "threads is 100000, but"),
         (["--r", "4", "--batch", "100000000000", "--device", "cpu"], "Choose a smaller batch"),
         (["--r", "4,8", "--plot", "x.bmp"], "plots are png, svg, pdf files; got 'bmp'"),
-        (["--batch", "4"], "Missing option"),
+        (["--batch", "4"], "Pass one of --r and --merge"),
+        (["--r", "4", "--merge", "r=4"], "Pass one of --r and --merge"),
+        (["--merge", "r=4", "--schedule", "decreasing"], "--merge replaces --schedule"),
+        (["--merge", "r=4,shape=round"], "--merge: "),
+        (["--merge", "r=4,8", "--batch", "1,2"], "Sweep either --r or --merge, or --batch"),
+        (["--merge", "r=4,method=no_such", "--device", "cpu"], "no_such"),
     ],
 )
 def test_errors(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +323,7 @@ def test_missing_matplotlib_stops_before_measuring(
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(sweeping, "import_module", missing)
+    monkeypatch.setattr("vitrail.drawing.plots.import_module", missing)
     done = run(MODEL, "--r", "4,8", "--plot", tmp_path / "x.png")
     assert done.exit_code == 2
     assert "need matplotlib" in one_line(done.stderr)

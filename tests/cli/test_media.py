@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "video": {"image_size": (4, 16, 16), "patch_size": (2, 8, 8)},
 }
 SHAPES = {"audio": (1, 16, 24), "video": (3, 4, 16, 16)}
+NOUNS = {"audio": "sounds", "video": "video clips"}
 
 
 @pytest.fixture(params=MODELS)
@@ -63,6 +64,8 @@ def test_bench_times_inputs_of_the_right_shape(saved: tuple[str, Path]) -> None:
         assert data["tokens_per_layer"] == merging.tokens_per_layer()
         assert data["flops_after"] == merging.flops()
     assert f"{' × '.join(map(str, SHAPES[modality][1:]))}, batch 2" in result.stdout
+    assert f"{NOUNS[modality]}/s" in one_line(result.stdout)
+    assert "images/s" not in result.stdout
 
 
 def test_export_writes_a_program_for_the_right_shape(saved: tuple[str, Path], tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ def test_export_writes_a_program_for_the_right_shape(saved: tuple[str, Path], tm
     out = tmp_path / "model.pt2"
     result = run("export", f"vitrail:{folder}", "--r", 1, "--batch", 2, "-o", out)
     assert result.exit_code == 0, result.output
-    assert f"images 2 × {' × '.join(map(str, SHAPES[modality]))}" in result.stdout
+    assert f"{NOUNS[modality]} 2 × {' × '.join(map(str, SHAPES[modality]))}" in result.stdout
     inputs = torch.randn(2, *SHAPES[modality])
     model = vitrail.load_model(str(folder))
     vitrail.merge(model, r=1)
@@ -176,6 +179,20 @@ def test_inspect_and_tune_read_clips_and_sounds(saved: tuple[str, Path], tmp_pat
         "-o", tmp_path / "tune.json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert f"held-out {NOUNS[modality]}" in one_line(result.stdout)
+
+
+@pytest.mark.parametrize("command", ["embed", "predict"])
+def test_samples_of_whole_datasets_have_their_own_name(saved: tuple[str, Path], command: str, tmp_path: Path) -> None:
+    modality, folder = saved
+    data = files_of(modality, tmp_path / "data")
+    result = run(command, f"vitrail:{folder}", data, "-o", tmp_path / "rows.parquet", "--device", "cpu")
+    assert result.exit_code == 1, result.output  # one was skipped
+    text, noun = one_line(result.output), NOUNS[modality]
+    assert f"2 {noun} in " in text
+    assert f"{noun}/s" in text
+    assert f"1 {noun[:-1]} could not be read" in text
+    assert "images" not in text
 
 
 def test_a_mixed_folder_holds_what_the_model_takes(saved: tuple[str, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,18 @@ def test_text_is_readable(palette: dict[str, str]) -> None:
             assert contrast(palette[name], palette[ground]) >= 4.5, (name, ground)
     assert contrast(palette["amber"], palette["card"]) >= 3.0
     assert contrast(palette["on-cobalt"], palette["cobalt"]) >= 4.5
+
+
+def test_drawings_in_notebooks_are_seen_on_white_and_on_black() -> None:
+    for name, color in theme.ON_ANY_PAGE.items():
+        assert min(contrast(color, "#ffffff"), contrast(color, "#111111")) >= 3.0, name
+
+
+def test_the_style_sheet_of_the_site_has_the_colors_of_the_theme() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "theme" / "site.css").read_text("utf-8")
+    used = set(re.findall(r"#[0-9a-f]{6}", text))
+    assert used
+    assert used <= {*theme.LIGHT.values(), *theme.DARK.values()}
 
 
 def test_both_palettes_have_the_same_names() -> None:

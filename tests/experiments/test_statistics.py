@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.common.statistics import paired_difference, spread
+from experiments.common.statistics import mean_interval, paired_difference, spread
 
 stats = pytest.importorskip("scipy.stats", reason="intervals need scipy")
 
@@ -14,6 +14,13 @@ def test_spread_is_the_sample_deviation() -> None:
     assert spread([1.0, 2.0, 6.0]).mean == 3
     assert spread([1.0, 2.0, 6.0]).sd == pytest.approx(math.sqrt(7))
     assert math.isnan(spread([4.0]).sd)
+
+
+def test_interval_of_a_mean_is_the_t_interval() -> None:
+    values = [68.2, 69.9, 70.1, 69.0]
+    expected = stats.ttest_1samp(values, 0).confidence_interval()
+    assert mean_interval(values) == pytest.approx(tuple(expected))
+    assert mean_interval([4.0]) == (4.0, 4.0)
 
 
 def test_interval_over_seeds_is_the_paired_t_interval() -> None:

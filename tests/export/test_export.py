@@ -176,3 +176,20 @@ def test_protect(tmp_path: Path) -> None:
         export(model, path)
     with vitrail.merge(model, r=2, protect=mask):
         assert export(model, path).tokens == [15, 13]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_heads_of_added_tokens_are_outputs(merged: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = vitrail.create_model("vit_tiny_patch16", image_size=64, depth=2, width=32, heads=2, num_classes=3).eval()
+    added = vitrail.add_tokens(model, registers=2, tasks={"breed": 5})
+    added.open(0.0)
+    if merged:
+        vitrail.merge(model, r=3)
+    result = export(model, tmp_path / "model.pt2")
+    assert result.tokens == ([14, 11] if merged else None)
+    images = torch.randn(2, 3, 64, 64)
+    found, wanted = torch.export.load(result.path).module()(images), added(images)
+    assert list(result.outputs) == list(found) == ["output", "breed"]
+    torch.testing.assert_close(found["output"], wanted.logits)
+    torch.testing.assert_close(found["breed"], wanted.by_role["breed"])

@@ -142,8 +142,9 @@ def test_depth_rule() -> None:
     assert chosen.config.layer_scale == 0.5
 
 
-def test_initial_layer_scale() -> None:
-    model = create_model("cait_xxs24", depth=2, width=24, heads=2, image_size=16, patch_size=4, layer_scale=0.25)
+@pytest.mark.parametrize("value", [0.25, 1])
+def test_initial_layer_scale(value: float) -> None:
+    model = create_model("cait_xxs24", depth=2, width=24, heads=2, image_size=16, patch_size=4, layer_scale=value)
     gammas = [value for name, value in model.named_parameters() if name.endswith("gamma")]
     assert len(gammas) == 2 * (2 + 2)
-    assert all((gamma == 0.25).all() for gamma in gammas)
+    assert all((gamma == value).all() and gamma.requires_grad for gamma in gammas)

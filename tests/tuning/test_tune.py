@@ -165,25 +165,25 @@ def interrupting(stage: str, at: int = 0) -> Any:
 
 
 def test_an_interrupt_while_choosing_keeps_the_best_so_far(model: Any, images: Tensor) -> None:
-    found = quickly(model, images, "agreement 0.0", on_progress=interrupting("tuning images", 2))
+    found = quickly(model, images, "agreement 0.0", on_progress=interrupting("tuning samples", 2))
     assert found.interrupted
     assert sum(found.config["r"]) > 0
     assert found.value is not None
     assert found.held_out == COUNT // 2
 
 
-@pytest.mark.parametrize("stage", ["held-out images", "timing"])
+@pytest.mark.parametrize("stage", ["held-out samples", "timing"])
 def test_an_interrupt_while_measuring_leaves_out_what_was_not_measured(model: Any, images: Tensor, stage: str) -> None:
     found = quickly(model, images, "agreement 0.5", on_progress=interrupting(stage))
     assert found.interrupted
     assert sum(found.config["r"]) > 0
-    assert (found.value is None) == (found.held_out == 0) == (stage == "held-out images")
+    assert (found.value is None) == (found.held_out == 0) == (stage == "held-out samples")
     assert found.speedup is found.latency_ms is found.speedup_interval is found.is_faster is None
     assert not hasattr(model, "_vitrail_plan")
 
 
 def test_an_interrupt_before_any_setting_is_raised(model: Any, images: Tensor) -> None:
-    for stage in ("unmerged model", "tuning images"):
+    for stage in ("unmerged model", "tuning samples"):
         with pytest.raises(KeyboardInterrupt):
             quickly(model, images, "agreement 0.5", on_progress=interrupting(stage))
     assert not hasattr(model, "_vitrail_plan")
@@ -291,7 +291,7 @@ def test_wrong_options_are_refused(model: Any, images: Tensor, options: dict[str
 
 
 def test_what_cannot_be_tuned_is_refused(model: Any, images: Tensor) -> None:
-    with pytest.raises(UnsupportedInput, match="4 images"):
+    with pytest.raises(UnsupportedInput, match="4 samples"):
         quickly(model, images[:2], "agreement 0.9")
     with pytest.raises(UnsupportedInput, match="labels"):
         quickly(model, images, "accuracy_loss 0.1")

@@ -28,6 +28,8 @@ from vitrail.errors import UnsupportedInput, VitrailWarning
 from vitrail.runtime.install import swap
 from vitrail.surgery import Merging, merge
 from vitrail.surgery.copies import copy_model
+from vitrail.surgery.saving import read_settings
+from vitrail.surgery.saving.changes import merge_arguments
 
 INPUTS = 4
 """Number of random batches to rotate through."""
@@ -68,12 +70,19 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
         module = load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
     spec, layout = sized(find(module), config.size, config.model)
     module = module.to(config.torch_device, config.weight_dtype).eval()
-    r = list(config.r) if isinstance(config.r, tuple) else config.r
-    options = {"r": r, "schedule": config.schedule, "proportional": config.proportional}
-    with merge(module, **options) as merging:  # type: ignore[arg-type]
+    options = _merge_options(config, module)
+    with merge(module, **options) as merging:
         tokens = tuple(merging.tokens_per_layer(config.size))
         before, after = merging.flops(config.size, merged=False), merging.flops(config.size)
     return Baseline(module, spec.shape, options, tokens, layout.num_tokens, before, after)
+
+
+def _merge_options(config: BenchConfig, module: nn.Module) -> dict[str, Any]:
+    """Return the arguments of `vitrail.merge` for a model."""
+    if config.merge is not None:
+        return merge_arguments(read_settings(config.merge), module)
+    r = list(config.r) if isinstance(config.r, tuple) else config.r
+    return {"r": r, "schedule": config.schedule, "proportional": config.proportional}
 
 
 def random_batches(config: BenchConfig, shape: tuple[int, ...]) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from vitrail._checks import as_tuple, check_positive, is_int
 from vitrail._deprecation import renamed_arguments, renamed_property
 from vitrail.errors import InvalidOption
+from vitrail.surgery.saving import read_settings
 
 VARIANTS = ("unmerged", "sliced", "merged")
 """The baseline as its library runs it; the lower bound, with tokens cut off for free; the merged model."""
@@ -45,6 +46,8 @@ class BenchConfig:
         modes: which of :data:`MODES` to measure.
         schedule: how merges spread over depth, as for ``vitrail.merge``.
         proportional: weight merged tokens by size in attention, as for ``vitrail.merge``.
+        merge: settings that replace r, schedule and proportional: text such as ``keep=0.5,method=energy``, the JSON of
+            ``vitrail tune``, or a directory of ``merging.save``.
         attention: which of :data:`ATTENTION` PyTorch's own attention uses, in all variants.
         compile_mode: mode of ``torch.compile``.
         cold: compile from empty caches, as on a new machine.
@@ -74,6 +77,7 @@ class BenchConfig:
     limit: float | None = None
     threads: int | None = None
     check: bool = True
+    merge: str | None = None
 
     forms = renamed_property("forms", "modes")
 
@@ -88,6 +92,8 @@ class BenchConfig:
         _check_integers("r", self.r, 0)
         if self.size is not None:
             _check_integers("size (height, width)", self.size, 1, length=2)
+        if self.merge is not None:
+            read_settings(self.merge)
         check_positive("seconds", self.seconds)
         check_positive("limit", 1.0 if self.limit is None else self.limit)
         if self.train and any(uses_graph(mode) for mode in self.modes):
@@ -116,6 +122,14 @@ class BenchConfig:
         cores = os.cpu_count()
         if self.threads is not None and cores is not None and self.threads > cores:
             raise InvalidOption(f"threads is {self.threads}, but this machine has {cores} cores; use {cores} or fewer")
+
+    @property
+    def merging_text(self) -> str:
+        """How the model merges, in a few words."""
+        if self.merge is not None:
+            return self.merge
+        r = self.r if isinstance(self.r, int) else " ".join(map(str, self.r))
+        return f"r = {r}" if self.proportional else f"r = {r}, sizes ignored"
 
     @property
     def weight_dtype(self) -> torch.dtype:

@@ -14,7 +14,8 @@ from vitrail.surgery.merging.payoff import BestTime, Payoff
 
 LEGEND = (
     "ms: median time of one step on the whole batch, ± half the interquartile range; all rows are interleaved. "
-    "TMAC/s: 10¹² multiply-adds of the model per second; data sheets count two operations for each. Peak MB: weights, "
+    "GMACs: 10⁹ multiply-adds of one input. TMAC/s: 10¹² multiply-adds of the model per second; data sheets count two "
+    "operations for each. Peak MB: weights, "
     "one batch and what a step allocates (10⁶ bytes; CUDA only). Ready s: from the unchanged model to its first "
     "result, including compilation. Diff: relative distance of the output from the eager one."
 )
@@ -163,15 +164,13 @@ class BenchResult:
 def title(result: BenchResult) -> str:
     """Return what was measured, in one line."""
     config, size = result.config, " × ".join(map(str, result.size))
-    r = config.r if isinstance(config.r, int) else " ".join(map(str, config.r))
-    sizes = "" if config.proportional else ", sizes ignored"
     task = "training step (forward, backward, AdamW)" if config.train else "inference"
     weights = "pretrained" if config.pretrained else "random"
     dtype = f"{config.dtype} through autocast" if config.autocast else config.dtype
     return (
-        f"{config.model}, {size}, batch {config.batch}, r = {r}{sizes}, {dtype}, {task}, "
+        f"{config.model}, {size}, batch {config.batch}, {config.merging_text}, {dtype}, {task}, "
         f"{weights} weights: {result.tokens_before} → {result.tokens_per_layer[-1]} tokens, "
-        f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GFLOPs"
+        f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GMACs"
     )
 
 
@@ -224,7 +223,7 @@ def _agreement(check: Check) -> str:
             f" Gradients differ by {check.gradient_error:.1e} (rounding alone: {check.gradient_error_of_dtype:.1e})."
         )
     return (
-        f"Against the reference on {check.images} images: outputs differ by {check.error:.1e}, and "
+        f"Against the reference on {check.images} inputs: outputs differ by {check.error:.1e}, and "
         f"{check.equal_groups:.1%} of the patches have exactly the same group. For scale, distance from the reference "
         f"in {check.precise}: {check.error_of_dtype:.1e} for the reference ({check.equal_groups_of_dtype:.1%} equal "
         f"groups), {check.error_precise:.1e} for the merged model ({check.equal_groups_precise:.1%}).{gradients}"

@@ -76,6 +76,7 @@ class Commands(TyperGroup):
             command = _made(function, help=f"{COMMANDS[name]}\n\n{getdoc(function)}", epilog=examples)
             command.params += _made(options.of_all_commands).params
             console.use_options(command.params)
+            rest = options.with_json_files(rest) if name in options.JSON_FILES else rest
             rest = options.with_present_names(rest, {one for given in command.params for one in given.opts})
         return name, command, rest
 

@@ -19,19 +19,22 @@ from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable, write_atomically, write_text
 from vitrail.cli._shared.ranks import INTERRUPTED, command
+from vitrail.data.media.modality import MODALITIES
 from vitrail.drawing.plots import require_matplotlib
 from vitrail.errors import VitrailError
 
-COLUMNS = ("variant", "mode", "ms", "images/s", "TMAC/s", "peak MB", "ready s", "diff")
+COLUMNS = ("variant", "mode", "ms", "{samples}/s", "TMAC/s", "peak MB", "ready s", "diff")
 EXAMPLES = (
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 256 --dtype bf16 --compile",
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch-size 1 --dtype bf16 --compile --graph",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 8 --dtype bf16 --capture",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch-size 128 --dtype bf16 --train -o training.json",
     "vitrail bench vitrail:video --r 12 --batch-size 8",
+    "vitrail bench vitrail:tiny --merge r=4,8,method=energy --batch-size 8",
     "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch-size 8 --device cpu --plot sweep.png",
 )
 SWEEP = "; comma-separated values for a sweep."
+MERGE_SWEEP = " Several values of r, keep or gflops for a sweep: r=4,8,method=energy."
 PASSED = (
     "dtype", "device", "train", "autocast", "pretrained", "proportional", "attention", "compile_mode", "cold", "check",
     "seconds", "limit", "threads",
@@ -54,13 +57,26 @@ def _parse_counts(text: str, name: str, least: int) -> list[int]:
     return values
 
 
+def parse_merges(text: str) -> list[str]:
+    """Parse settings of a merge, or several values of one of them for a sweep."""
+    found = [settings for name, settings in options.parse_sweep(text).items() if settings and name != "unmerged"]
+    for settings in found:
+        options.parse_merge(settings)
+    return found or ["r=0"]
+
+
 parse_r, parse_batch = partial(_parse_counts, name="--r", least=0), partial(_parse_counts, name="--batch-size", least=1)
 
 
 def bench(
     ctx: typer.Context,
     model: options.Model,
-    r: Annotated[Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help="Tokens to merge per layer" + SWEEP)],
+    r: Annotated[
+        Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help="Tokens to merge per layer" + SWEEP)
+    ] = None,
+    merge: Annotated[
+        Any, typer.Option("--merge", metavar="SETTINGS", parser=parse_merges, help=options.MERGES + MERGE_SWEEP)
+    ] = None,
     batch: Annotated[
         Any, typer.Option("-b", "--batch-size", metavar="N", parser=parse_batch, help="Images per batch" + SWEEP)
     ] = "64",
@@ -100,30 +116,35 @@ def bench(
     The sliced model has as many tokens as the merged one and the others cut off for free. Prints a table and a summary,
     and ends with one line of JSON where the output goes to a file or a pipe.
     """
-    counts = {"r": r, "batch": batch}
+    if (r is None) == (merge is None):
+        raise typer.BadParameter("Pass one of --r and --merge, such as --r 16 or --merge keep=0.5,method=energy.")
+    if merge is not None and (schedule, proportional) != ("constant", True):
+        raise typer.BadParameter(
+            "--merge replaces --schedule and --proportional: write --merge r=8,schedule=decreasing."
+        )
+    counts = {"batch": batch} | ({"r": r} if merge is None else {"merge": merge})
     swept = [name for name, values in counts.items() if len(values) > 1]
     if len(swept) > 1:
-        raise typer.BadParameter("Sweep either --r or --batch-size; give a single number for the other.")
+        raise typer.BadParameter("Sweep either --r or --merge, or --batch-size; give a single value for the other.")
     if plot_file is not None and not swept:
         raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch-size 1,8,64.")
     wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph, "capture": capture}
     with command():
         config = BenchConfig(
             model,
-            r=r[0],
-            batch=batch[0],
+            **{name: values[0] for name, values in counts.items()},
             modes=tuple(mode for mode in MODES if all(wanted[part] for part in mode.split("-"))),
             size=size,
             schedule=schedule,
             **{name: ctx.params[name] for name in PASSED},
         )
-        name = swept[0] if swept else "r"
+        name = swept[0] if swept else "batch"
         _run(config, name, counts[name], out, plot_file)
 
 
-def table(result: BenchResult) -> Table:
-    """Return the table of one benchmark; the best row of each variant is bold."""
-    made = console.table(*COLUMNS, left=2)
+def table(result: BenchResult, samples: str = "images") -> Table:
+    """Return the table of one benchmark, of inputs called ``samples``; the best row of each variant is bold."""
+    made = console.table(*(column.format(samples=samples) for column in COLUMNS), left=2)
     made.columns[0].no_wrap = made.columns[1].no_wrap = True
     for row in result.rows:
         made.add_row(
@@ -143,11 +164,11 @@ def table(result: BenchResult) -> Table:
 def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
     """Return the summary table of a sweep: one line per value, every variant in its best mode.
 
-    Over ``r`` the unmerged model is always the same, so it has no column.
+    Unless the batch size changes, the unmerged model is always the same, so it has no column.
     """
-    variants = [variant for variant in VARIANTS if (name, variant) != ("r", "unmerged")]
+    variants = [variant for variant in VARIANTS if name == "batch" or variant != "unmerged"]
     times = [f"{variant} ms" for variant in variants]
-    made = console.table(name, "tokens", "GFLOPs", *times, "speed-up", "efficiency", left=0)
+    made = console.table(name, "tokens", "GMACs", *times, "speed-up", "efficiency", left=0)
     for result in results:
         rows = [result.best(variant) for variant in variants]
         made.add_row(
@@ -160,7 +181,9 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
     return made
 
 
-def _run(config: BenchConfig, name: str, values: Sequence[int], out: Path | None, plot_file: Path | None) -> None:
+def _run(
+    config: BenchConfig, name: str, values: Sequence[int] | Sequence[str], out: Path | None, plot_file: Path | None
+) -> None:
     config.check_here()
     for path, option in ((out, "-o"), (plot_file, "--plot")):
         if path is not None:
@@ -176,7 +199,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], out: Path | None
             for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
                 console.say(title(result), style="bold")
-                console.show(table(result))
+                console.show(table(result, MODALITIES[loaded.spec.modality].plural))
                 if not results:
                     console.say(LEGEND, style="dim")
                 console.say("\n".join([*summary(result), ""]))
@@ -191,7 +214,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], out: Path | None
         data = {"sweep": name, "runs": [result.to_dict() for result in results]}
         console.show(sweep_table(results, name))
         times = [row.ms for result in results if (row := result.best("unmerged")) is not None]
-        if name == "r" and times:
+        if name != "batch" and times:
             console.say(
                 f"Unmerged: {median(times):.4g} ms, the median of {len(times)} runs ({min(times):.4g} to "
                 f"{max(times):.4g}); each speed-up compares with its own run, which was interleaved."

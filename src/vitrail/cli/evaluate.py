@@ -16,6 +16,7 @@ from vitrail.cli._shared import console, options
 from vitrail.cli._shared.output import check_writable, write_text
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import plain
+from vitrail.data.media.modality import MODALITIES
 from vitrail.training import Evaluation
 from vitrail.training.run_directory import load_classifier
 
@@ -74,7 +75,7 @@ def evaluate(
         if out is not None:
             check_writable(out, "-o")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
-        settings = parse_sweep(merge)
+        settings = options.parse_sweep(merge)
         model = load_classifier(checkpoint) if len(settings) > 1 else checkpoint
         results = {}
         for name, setting in settings.items():
@@ -110,45 +111,17 @@ def evaluate(
             write_text(out, f"{json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False)}\n")
 
 
-def parse_sweep(merge: str | None) -> dict[str, str | None]:
-    """Return the settings of a merge by name: one, or for several values of an option unmerged and each of them.
-
-    >>> parse_sweep("r=0,4,schedule=decreasing")
-    {'unmerged': 'r=0', 'r=4': 'r=4,schedule=decreasing'}
-    """
-    parts: list[list[str]] = []
-    for part in (merge or "").split(","):
-        if parts and "=" not in part and part.strip():
-            parts[-1].append(part)
-        else:
-            parts.append([part])
-    several = [place for place, values in enumerate(parts) if len(values) > 1]
-    if merge is None or not several:
-        return {"": merge}
-    key, equals, first = parts[several[0]][0].partition("=")
-    if len(several) > 1 or not equals or key.strip() not in ("r", "keep", "gflops"):
-        raise typer.BadParameter(
-            f"--merge {merge!r}: a sweep has several values of one of r, keep and gflops, such as r=0,4,8."
-        )
-    settings: dict[str, str | None] = {"unmerged": "r=0"}
-    for value in (first, *parts[several[0]][1:]):
-        chosen = f"{key.strip()}={value.strip()}"
-        others = (parts[place][0] for place in range(len(parts)) if place != several[0])
-        if chosen not in ("r=0", "keep=1", "keep=1.0"):
-            settings[chosen] = ",".join([chosen, *others])
-    return settings
-
-
 def _print_sweep(results: dict[str, Evaluation]) -> None:
     """Print one column for each setting, the unmerged model first."""
     first = next(iter(results.values()))
-    table = console.table("", *results, title=counted(first.count, "image"))
+    samples = MODALITIES[first.modality]
+    table = console.table("", *results, title=counted(first.count, samples.noun))
     figures = [_main_figures(found) for found in results.values()]
     for name in figures[0]:
         table.add_row(name, *(each[name] for each in figures))
     table.add_row("loss", *(f"{found.loss:.4f}" for found in results.values()))
     speeds = [found.images_per_s for found in results.values()]
-    table.add_row("images/s", *("–" if speed is None else f"{speed:,.0f}" for speed in speeds))
+    table.add_row(f"{samples.plural}/s", *("–" if speed is None else f"{speed:,.0f}" for speed in speeds))
     console.show(table)
     for text in dict.fromkeys(text for found in results.values() for text in found.notes):
         console.note(text)
@@ -169,7 +142,8 @@ def _main_figures(found: Evaluation) -> dict[str, str]:
 def _print(found: Evaluation) -> None:
     settings = ", ".join(f"{name}={value}" for name, value in (found.merge or {}).items() if name != "protect")
     merged = "not merged" if found.merge is None else f"merged: {settings}"
-    console.say(f"{counted(found.count, 'image')}, {merged}", style="bold")
+    samples = MODALITIES[found.modality]
+    console.say(f"{counted(found.count, samples.noun)}, {merged}", style="bold")
     others = {*found.mean_ap, *found.miou}
     if classes := [name for name in found.accuracy if name not in others]:
         table = console.table("head", "accuracy", "top 5", "calibration error")
@@ -191,11 +165,12 @@ def _print(found: Evaluation) -> None:
     if heads := found.disagreement:
         for i, j in combinations(range(len(heads.heads)), 2):
             share = 100 * heads.argmax[i, j].item()
-            console.say(f"{heads.heads[i]} and {heads.heads[j]} differ on {share:.2f} % of images")
+            console.say(f"{heads.heads[i]} and {heads.heads[j]} differ on {share:.2f} % of {samples.plural}")
     if found.outliers.get("outlier_share") is not None:
         console.say(f"Artifact tokens: {found.outliers['verdict']} ({100 * found.outliers['outlier_share']:.3g} %)")
     if found.images_per_s is not None:
-        console.say(f"{found.images_per_s:,.0f} images/s, {found.dtype} on {found.device}, batch size {found.batch}")
+        rate = f"{found.images_per_s:,.0f} {samples.plural}/s"
+        console.say(f"{rate}, {found.dtype} on {found.device}, batch size {found.batch}")
     for text in found.notes:
         console.note(text)
 

@@ -17,6 +17,7 @@ from vitrail.cli._shared.output import check_writable
 from vitrail.cli._shared.prediction import cost_of
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, plain
+from vitrail.data.media.modality import MODALITIES, Modality
 from vitrail.export import ExportResult
 from vitrail.export import export as export_model
 from vitrail.export.formats import find_format
@@ -90,7 +91,7 @@ def export(
             )
             cost = cost_of(loaded, merging)
         script = write_script(result)
-        _report(model, result, cost, script)
+        _report(model, result, cost, script, MODALITIES[loaded.spec.modality])
         console.answer(_values(model, result, cost, script))
 
 
@@ -101,14 +102,15 @@ def _values(name: str, result: ExportResult, cost: Cost, script: Path | None) ->
     return plain({"model": name, **values, "files": files, "cost": asdict(cost)})
 
 
-def _report(name: str, result: ExportResult, cost: Cost, script: Path | None) -> None:
+def _report(name: str, result: ExportResult, cost: Cost, script: Path | None, samples: Modality) -> None:
     kind = f"ONNX, opset {result.opset}" if result.opset is not None else "torch.export program"
     console.say(f"{name} as {kind}, {str(result.dtype).removeprefix('torch.')}, {result.bytes / 1e6:.1f} MB")
-    for what, shape in (("input    images", result.input), *((f"output   {n}", s) for n, s in result.outputs.items())):
+    outputs = [(f"output   {name}", shape) for name, shape in result.outputs.items()]
+    for what, shape in ((f"input    {samples.plural}", result.input), *outputs):
         console.say(f"  {what} {' × '.join(map(str, shape))}")
     counts = " ".join(map(str, result.tokens or cost.tokens_after))
     console.say(f"  tokens   {counts} leave the blocks of the exported model (unmerged: {cost.tokens_before[-1]})")
-    console.say(f"  GFLOPs   {cost.flops_after / 1e9:.3g} per image (unmerged: {cost.flops_before / 1e9:.3g})")
+    console.say(f"  GFLOPs   {cost.flops_after / 1e9:.3g} per {samples.noun} (unmerged: {cost.flops_before / 1e9:.3g})")
     for check in result.comparisons:
         draws = f", drawn {check.draws} times" if check.draws > 1 else ""
         console.say(

@@ -125,7 +125,7 @@ def _progress() -> Iterator[Callable[[Event], None]]:
                 update("training", event.done, event.total, detail)
             elif event.kind == "epoch" and not console.err.is_terminal:
                 rate = event.values["images_per_s"]
-                console.say(f"{step}  loss {event.values['loss']:.4f}  {rate:,.0f} images/s")
+                console.say(f"{step}  loss {event.values['loss']:.4f}  {rate:,.0f} {event.text}/s")
 
         yield show
 

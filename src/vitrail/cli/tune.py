@@ -13,6 +13,7 @@ from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable
 from vitrail.cli._shared.ranks import command
+from vitrail.data.media.modality import MODALITIES
 from vitrail.tuning import Tuning
 from vitrail.tuning import tune as find_setting
 
@@ -90,11 +91,12 @@ def tune(
                 on_progress=progress,
             )
         found.save(out)
-        _print(found, out)
+        _print(found, out, MODALITIES[loaded.spec.modality].plural)
         console.answer(json.loads(out.read_text("utf-8")))
 
 
-def _print(found: Tuning, out: Path) -> None:
+def _print(found: Tuning, out: Path, samples: str) -> None:
+    """Print the settings that were compared, and the chosen one; ``samples`` is what inputs are called."""
     table = console.table("schedule", "tokens merged per layer", "GFLOPs", found.quality, left=2)
     for one in found.curve:
         table.add_row(one.family, " ".join(map(str, one.r)), f"{one.flops / 1e9:.3g}", f"{one.value:.4f}")
@@ -103,13 +105,13 @@ def _print(found: Tuning, out: Path) -> None:
     method, r = _method_text(found.config["method"]), found.config["r"]
     console.say(f"Chosen: {method}, merging {' '.join(map(str, r))} tokens per layer ({found.family} schedule)", "bold")
     if found.value is not None:
-        console.say(f"{found.quality} {found.value:.4f} on {found.held_out} held-out images{ends}")
+        console.say(f"{found.quality} {found.value:.4f} on {found.held_out} held-out {samples}{ends}")
     console.say(f"{found.flops / 1e9:.3g} of {found.flops_unmerged / 1e9:.3g} GFLOPs")
     if found.speedup is not None:
         between = found.speedup_interval
         ends = "" if between is None else f" (95 % interval {between[0]:.2f} to {between[1]:.2f})"
         console.say(f"{found.speedup:.2f}× the throughput of the unmerged model{ends}, batch {found.batch}")
-    for text in _notes(found):
+    for text in _notes(found, samples):
         console.note(text)
     options = ["-r", ",".join(map(str, r)), "--method", shlex.quote(method)]
     options += [] if found.config["proportional"] else ["--no-proportional"]
@@ -122,13 +124,13 @@ def _method_text(method: Any) -> str:
     return method if isinstance(method, str) else json.dumps(method)
 
 
-def _notes(found: Tuning) -> list[str]:
+def _notes(found: Tuning, samples: str) -> list[str]:
     """Return what limits the result."""
     notes = []
     if found.interrupted:
         notes.append("interrupted; this is the best setting so far")
     if found.value is None:
-        notes.append("its quality on held-out images was not measured: only the tuning images chose it")
+        notes.append(f"its quality on held-out {samples} was not measured: only the tuning {samples} chose it")
     if found.speedup is None:
         notes.append("its speed was not measured")
     elif found.is_slower:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-BLUE, ORANGE = "#4a90d9", "#e0762f"
-"""Colors of the two series, readable on white and on black."""
+from vitrail.drawing.theme import ON_ANY_PAGE
 
+COBALT, AMBER = ON_ANY_PAGE["cobalt"], ON_ANY_PAGE["amber"]
 FAINT = "#8888"
 WIDTH, HEIGHT = 260, 110
 """Size of a chart in pixels."""
@@ -74,7 +74,7 @@ def bars(values: Sequence[float], top: float, caption: str, frame: float | None 
     )
     drawn = "".join(
         f'<rect x="{index * step + step * 0.1:.1f}" y="{HEIGHT - _share(value, top) * HEIGHT:.1f}" '
-        f'width="{step * 0.8:.1f}" height="{_share(value, top) * HEIGHT:.1f}" fill="{BLUE}">'
+        f'width="{step * 0.8:.1f}" height="{_share(value, top) * HEIGHT:.1f}" fill="{COBALT}">'
         f"<title>{index}: {value:g}</title></rect>"
         for index, value in enumerate(values)
     )
@@ -101,9 +101,9 @@ def dots(points: Sequence[tuple[float, float]], chosen: tuple[float, float] | No
         text = f"{point[0]:.4g}, {point[1]:.4g}"
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" {style}><title>{text}</title></circle>'
 
-    drawn = "".join(dot(point, 3, f'fill="{BLUE}"') for point in points if all(map(math.isfinite, point)))
+    drawn = "".join(dot(point, 3, f'fill="{COBALT}"') for point in points if all(map(math.isfinite, point)))
     if chosen is not None and all(map(math.isfinite, chosen)):
-        drawn += dot(chosen, 6, f'fill="none" stroke="{ORANGE}" stroke-width="2.5"')
+        drawn += dot(chosen, 6, f'fill="none" stroke="{AMBER}" stroke-width="2.5"')
     return _chart(f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="{FAINT}"/>{drawn}', caption)
 
 

@@ -37,6 +37,9 @@ DARK = {
 }
 """The same colors for dark screens."""
 
+ON_ANY_PAGE = {"cobalt": "#4a7fe0", "amber": "#c8801f"}
+"""Colors of drawings inside pages of others, such as notebooks, light or dark."""
+
 SERIES = (LIGHT["cobalt"], "#e09a2b", LIGHT["ruby"], "#3f8f6b", "#7b4f9d", "#6aa9d8", LIGHT["ink"])
 """Colors of the series of a plot, the most distinct first, apart in lightness as well as in hue."""
 

@@ -90,6 +90,8 @@ def export(
     merged model must have as few tokens in each block as the model. If anything fails, no file is left, and an
     existing one stays unchanged. The model itself is not changed.
 
+    Heads of added tokens are further outputs, by the names of their tokens.
+
     >>> vitrail.merge(model, r=16)          # doctest: +SKIP
     >>> export(model, "model.onnx")         # doctest: +SKIP
 
@@ -144,7 +146,7 @@ def export(
         kind.write(program, tuple(outputs), metadata, staged, opset)
         file = kind.load(staged, tuple(outputs))
         if merging is not None:
-            check_tokens(file, _readers(plain, merging.found), fed)
+            check_tokens(file, _readers(plain, merging.found), fed, plain.added.tokens.counts() if plain.added else ())
         comparisons = tuple(
             compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, draws)
             for size in ((1, 3) if batch == "dynamic" else (batch,))

@@ -16,6 +16,8 @@ from vitrail.adapters.registry import named_classes
 from vitrail.adapters.saved import class_names, target_specs
 from vitrail.errors import ExportError, VitrailError, VitrailWarning
 from vitrail.heads import Output
+from vitrail.surgery import AddedTokens
+from vitrail.surgery.added_tokens import added_module
 
 if TYPE_CHECKING:
     from vitrail.training.objective.targets import Target
@@ -33,6 +35,7 @@ class PlainModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.added = AddedTokens.of(model) if added_module(model) is not None else None
         self.names = class_names(model)
         self.tasks: tuple[Target, ...] = ()
         if len(self.names) > 1:
@@ -47,7 +50,12 @@ class PlainModel(nn.Module):
 
     def outputs(self, images: Tensor) -> dict[str, Tensor]:
         """Return the outputs by name; if one head serves several tasks, one output for each task."""
-        result = self.model(images)
+        if self.added is not None:
+            found = self.added(images)
+            return self._named(found.own) | found.by_role
+        return self._named(self.model(images))
+
+    def _named(self, result: Any) -> dict[str, Tensor]:
         if isinstance(result, Tensor) and self.tasks:
             return {task.name: task.read(result) for task in self.tasks}
         return named_tensors(result)

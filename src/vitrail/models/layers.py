@@ -116,7 +116,7 @@ class LayerScale(nn.Module):
 
     def __init__(self, width: int, value: float) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), value))
+        self.gamma = nn.Parameter(torch.full((width,), float(value)))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma

@@ -149,7 +149,7 @@ class Report(Saved, eq=False):
     @property
     def next_step(self) -> str:
         """What to do next, in one line; code is between backticks."""
-        return verdict.recommendations(self.norms, self.registers, self.cure)[0]
+        return verdict.recommendations(self.norms, self.registers, self.cure, self.noun)[0]
 
     @property
     def noun(self) -> str:

@@ -121,12 +121,12 @@ def comparison_sentence(a: Values, b: Values) -> str:
     return f"Model A {answers[a['verdict']]}; model B {answers[b['verdict']]}."
 
 
-def recommendations(norms: Values, registers: Values, cure: Values) -> list[str]:
+def recommendations(norms: Values, registers: Values, cure: Values, noun: str = "image") -> list[str]:
     """Return what to do next; code is between backticks."""
     advice: list[str] = []
     if norms["num_not_finite"]:
         advice.append(
-            f"{count(norms['num_not_finite'], 'token')} had a norm that is not finite. Check these images first, and "
+            f"{count(norms['num_not_finite'], 'token')} had a norm that is not finite. Check these {noun}s first, and "
             "run the model in float32."
         )
     num_registers = len(registers.get("tokens") or [])
@@ -144,12 +144,12 @@ def recommendations(norms: Values, registers: Values, cure: Values) -> list[str]
         return advice
     if norms["num_images"] < CLEAR_ANSWER:
         advice.append(
-            f"Inspect more images: there were {count(norms['num_images'], 'image')}, and {CLEAR_ANSWER} or more give "
+            f"Inspect more {noun}s: there were {count(norms['num_images'], noun)}, and {CLEAR_ANSWER} or more give "
             "a clear answer in most cases."
         )
     else:
         advice.append("Check the histogram and the norm maps: is there a group of tokens far above the rest?")
-    return [*advice, "Use images like those the model was trained on, preprocessed as it expects them."]
+    return [*advice, f"Use {noun}s like those the model was trained on, preprocessed as it expects them."]
 
 
 def _against_artifacts(onset: int | None, num_registers: int, cure: Values) -> list[str]:

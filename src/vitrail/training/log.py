@@ -23,7 +23,7 @@ Kind = Literal["start", "note", "reading", "train", "epoch", "evaluating", "eval
 
 @dataclass(frozen=True)
 class Event:
-    """Progress of a stage, with values, or a message."""
+    """Progress of a stage, with values, or a message; the text of an epoch is what its samples are called."""
 
     kind: Kind
     done: int = 0

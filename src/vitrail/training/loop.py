@@ -269,7 +269,7 @@ class Loop:
         means, epoch = self.meter.means(all_reduce), done // self.per_epoch - 1
         values = {"lr": self._lr(done - 1), "images_per_s": self._throughput(done), "seconds": self._elapsed()}
         self.log.write("epoch", step=done, epoch=epoch, losses=means, **values, **self._merge_config())
-        self.on_event(Event("epoch", done, self.total, {"epoch": epoch, **means, **values}))
+        self.on_event(Event("epoch", done, self.total, {"epoch": epoch, **means, **values}, self.loader.dataset.noun))
         self.meter.reset()
         self._report_unreadable(done)
 

@@ -97,15 +97,15 @@ class Tuning:
         between = "" if self.interval is None else f" ({self.interval[0]:.4g} to {self.interval[1]:.4g})"
         figures = {
             "merged per layer": " ".join(map(str, self.config.get("r", []))) or str(self.config),
-            f"{self.quality}, {self.held_out} held-out images": "–"
+            f"{self.quality}, {self.held_out} held-out samples": "–"
             if self.value is None
             else f"{self.value:.4g}{between}",
-            "GFLOPs of an image": f"{self.flops / 1e9:.3g} of {self.flops_unmerged / 1e9:.3g}",
+            "GFLOPs of an input": f"{self.flops / 1e9:.3g} of {self.flops_unmerged / 1e9:.3g}",
             "measured speed-up": "–"
             if self.speedup is None
             else f"{self.speedup:.2f}, batch {self.batch}, {self.device}",
         }
-        caption = f"{self.quality} over GFLOPs, {self.tuned_on} tuning images"
+        caption = f"{self.quality} over GFLOPs, {self.tuned_on} tuning samples"
         return card(
             "Tuned merging", figures, [dots(points, chosen, caption)], "Interrupted." if self.interrupted else ""
         )

@@ -122,7 +122,7 @@ def tune(
     loaded, known = _load(found, images, labels, limit, batch_size, goal.quality.labeled)
     trials = Trials(model, found, loaded, known, goal.quality.dense, proportional=proportional)
     if trials.count < 4:
-        raise UnsupportedInput(f"tune needs 4 images or more, better some hundreds; got {trials.count}")
+        raise UnsupportedInput(f"tune needs 4 samples or more, better some hundreds; got {trials.count}")
     start = time.monotonic()
     until = began + seconds
 
@@ -432,7 +432,7 @@ class Tuner:
         counts = path.schedules[index]
         key = (id(path.method), counts)
         if key not in self.values:
-            self.tell("tuning images", len(self.values), None)
+            self.tell("tuning samples", len(self.values), None)
             start = time.monotonic()
             value = float(self.trials.compare(self.goal.quality, path.method, counts, self.tuning).mean())
             self.per_image = (time.monotonic() - start) / len(self.tuning)
@@ -458,7 +458,7 @@ class Tuner:
             if turn and self._is_over:
                 self.out_of_time = True
                 break
-            self.tell("held-out images", turn, turn + len(pending) + 1)
+            self.tell("held-out samples", turn, turn + len(pending) + 1)
             turn += 1
             values = self.trials.compare(self.goal.quality, path.method, choice.counts, self.deciding)
             if self._meets(float(values.mean())) or index == 0:

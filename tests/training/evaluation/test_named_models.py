@@ -12,8 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vitrail.cli import app
-from vitrail.cli._shared.options import with_present_names
-from vitrail.cli.evaluate import parse_sweep
+from vitrail.cli._shared.options import parse_sweep, with_present_names
 from vitrail.errors import InvalidOption
 from vitrail.training import evaluate
 from vitrail.training.evaluation.evaluator import rename_classes

@@ -58,7 +58,7 @@ class TransformersTrunk(TrunkAdapter):
 
     Attributes:
         block_classes: adapters by block class.
-        nested_classes: the same for versions of transformers in which attention holds a module of the same name.
+        nested_classes: the same for versions of transformers in which attention holds another module with its heads.
         exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         masks: names of the arguments that may mask tokens.
@@ -82,7 +82,7 @@ class TransformersTrunk(TrunkAdapter):
         return list(trunk.encoder.layer if hasattr(trunk, "encoder") else trunk.layers)
 
     def block_adapter(self, block: Any) -> BlockAdapter:
-        nested = hasattr(getattr(block, "attention", None), "attention")
+        nested = any(hasattr(getattr(block, "attention", None), name) for name in ("attention", "self"))
         return known_block(block, self.nested_classes if nested else self.block_classes)
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:

@@ -17,6 +17,9 @@ from vitrail.surgery.saving import Settings, read_settings
 RENAMED = {"--size": "--image-size", "--batch": "--batch-size"}
 """Former names of options, which still work but are not shown."""
 
+JSON_FILES = ("bench", "evaluate")
+"""Commands whose ``--json`` was followed by a file before 0.3, as ``-o`` is now."""
+
 MAX_SIDE = 4096
 
 
@@ -75,6 +78,35 @@ def parse_merge(text: str) -> Settings:
         raise typer.BadParameter(f"--merge: {error}") from error
 
 
+def parse_sweep(merge: str | None) -> dict[str, str | None]:
+    """Return the settings of a merge by name: one, or for several values of an option unmerged and each of them.
+
+    >>> parse_sweep("r=0,4,schedule=decreasing")
+    {'unmerged': 'r=0', 'r=4': 'r=4,schedule=decreasing'}
+    """
+    parts: list[list[str]] = []
+    for part in (merge or "").split(","):
+        if parts and "=" not in part and part.strip():
+            parts[-1].append(part)
+        else:
+            parts.append([part])
+    several = [place for place, values in enumerate(parts) if len(values) > 1]
+    if merge is None or not several:
+        return {"": merge}
+    key, equals, first = parts[several[0]][0].partition("=")
+    if len(several) > 1 or not equals or key.strip() not in ("r", "keep", "gflops"):
+        raise typer.BadParameter(
+            f"--merge {merge!r}: a sweep has several values of one of r, keep and gflops, such as r=0,4,8."
+        )
+    settings: dict[str, str | None] = {"unmerged": "r=0"}
+    for value in (first, *parts[several[0]][1:]):
+        chosen = f"{key.strip()}={value.strip()}"
+        others = (parts[place][0] for place in range(len(parts)) if place != several[0])
+        if chosen not in ("r=0", "keep=1", "keep=1.0"):
+            settings[chosen] = ",".join([chosen, *others])
+    return settings
+
+
 def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list[str]:
     """Return arguments of a command with the present names of its options; ``known`` are the names it has.
 
@@ -88,6 +120,26 @@ def with_present_names(arguments: Sequence[str], known: Collection[str]) -> list
         name, equals, value = argument.partition("=")
         present = RENAMED.get(name, name)
         renamed.append(present + equals + value if name not in known and present in known else argument)
+    return renamed
+
+
+def with_json_files(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with ``-o FILE.json`` for ``--json FILE.json``, the way to write a file before 0.3.
+
+    >>> with_json_files(["model", "--json", "found.json", "--r=8"])
+    ['model', '-o', 'found.json', '--r=8']
+    """
+    renamed: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name == "--json" and value:
+            renamed += ["-o", value]
+        elif renamed and renamed[-1] == "--json" and argument.endswith(".json"):
+            renamed[-1:] = ["-o", argument]
+        else:
+            renamed.append(argument)
+    if renamed != [*arguments]:
+        console.note("--json FILE is deprecated and will be removed in 0.4; use -o FILE. --json alone prints JSON.")
     return renamed
 
 

@@ -12,7 +12,7 @@ import typer
 from vitrail._wording import counted
 from vitrail.cli._shared import console
 from vitrail.cli._shared.model import Loaded, load
-from vitrail.data.media.modality import MODALITIES
+from vitrail.data.media.modality import MODALITIES, Modality
 from vitrail.embedding import Progress
 from vitrail.embedding.embedder import Core
 from vitrail.embedding.output import Output, Skipped, skipped_name
@@ -64,38 +64,40 @@ def load_changed(given: Mapping[str, Any], command: str) -> Loaded:
 
 
 class Shown:
-    """A progress bar with images/s split into decoding and model; ``last`` is the latest state."""
+    """A progress bar with throughput split into decoding and model; ``last`` is the latest state."""
 
-    def __init__(self, draw: Callable[..., None]) -> None:
+    def __init__(self, draw: Callable[..., None], samples: Modality) -> None:
         self._draw = draw
+        self._samples = samples
         self.last: Progress | None = None
 
     def update(self, state: Progress) -> None:
         """Draw a state."""
         speeds = f"decoding {state.decoding_per_s:,.0f}/s, model {state.model_per_s:,.0f}/s"
-        self._draw("images", state.done, state.total, f"  {state.images_per_s:,.0f}/s ({speeds})")
+        self._draw(self._samples.plural, state.done, state.total, f"  {state.images_per_s:,.0f}/s ({speeds})")
         self.last = state
 
 
 @contextmanager
-def progress_of(batch: int | None) -> Iterator[Shown]:
+def progress_of(batch: int | None, samples: Modality) -> Iterator[Shown]:
     """Yield a progress bar; a lack of memory is an error with what to do."""
     with console.bars() as draw:
         try:
-            yield Shown(draw)
+            yield Shown(draw, samples)
         except torch.OutOfMemoryError as error:
             raise UnsupportedInput(
                 f"not enough memory for batches of {batch or 'the default size'}; use a smaller --batch-size"
             ) from error
 
 
-def conclude(out: str, rows: int, skipped: tuple[Skipped, ...], last: Progress | None, noun: str) -> None:
+def conclude(out: str, rows: int, skipped: tuple[Skipped, ...], last: Progress | None, samples: Modality) -> None:
     """Print what was written, how fast, and what was skipped; exit with 1 if samples were skipped."""
     if last is not None and last.images:
         bound = "decoding" if last.decoding_per_s < last.model_per_s else "the model"
+        many = samples.plural
         console.say(
-            f"{counted(last.images, noun)} in {last.seconds:,.1f} s: {last.images_per_s:,.1f} {noun}s/s. Decoding "
-            f"reaches {last.decoding_per_s:,.1f} {noun}s/s with {counted(last.workers, 'worker')}, the model "
+            f"{counted(last.images, samples.noun)} in {last.seconds:,.1f} s: {last.images_per_s:,.1f} {many}/s. "
+            f"Decoding reaches {last.decoding_per_s:,.1f} {many}/s with {counted(last.workers, 'worker')}, the model "
             f"{last.model_per_s:,.1f}; the run is bound by {bound}"
         )
     for _, _, reason in skipped[:NAMED]:
@@ -105,7 +107,9 @@ def conclude(out: str, rows: int, skipped: tuple[Skipped, ...], last: Progress |
     output = Output.of(out)
     if skipped:
         beside = skipped_name(output.name) if output.name else "skipped.csv"
-        console.error(f"{counted(len(skipped), 'sample')} could not be read; {beside} beside the result lists them.")
+        console.error(
+            f"{counted(len(skipped), samples.noun)} could not be read; {beside} beside the result lists them."
+        )
     console.say(f"Written: {out}, {counted(rows, 'row')}", style="bold")
     console.answer({"out": out, "rows": rows, "skipped": [{"name": one[1], "reason": one[2]} for one in skipped]})
     if skipped:
@@ -132,9 +136,10 @@ def run(kind: type[Core], given: Mapping[str, Any], command: str, chosen: Mappin
         name,
     )
     where = {one: given[one] for one in ("overwrite", "engine", "address", "actors")}
-    with progress_of(given["batch"]) as show:
+    samples = MODALITIES[loaded.spec.modality]
+    with progress_of(given["batch"], samples) as show:
         rows, skipped = plan.write(out, progress=show.update, **where)
-    conclude(out, rows, skipped, show.last, MODALITIES[loaded.spec.modality].noun)
+    conclude(out, rows, skipped, show.last, samples)
 
 
 INTERRUPTED = "Interrupted. Finished shards are kept: run the same command again, and it computes the rest."

@@ -185,7 +185,7 @@ def render(report: Report) -> list[Block]:
     return [
         *_map_blocks([one for one in report.images if one.maps.get("attention")]),
         *_closer_blocks(report.images, values),
-        *(_number_blocks(values) if "mass" in values else ()),
+        *(_number_blocks(values, report.noun) if "mass" in values else ()),
     ]
 
 
@@ -268,15 +268,15 @@ def _strip(
     return Strip(panels, f"{_with_alike(f'{name} token', alike)}, {one.title}")
 
 
-def _number_blocks(values: Values) -> list[Block]:
+def _number_blocks(values: Values, noun: str) -> list[Block]:
     mass = values["mass"]
     rows = [[f"from {who}", *map(percent, row)] for who, row in zip(mass["queries"], mass["mass"], strict=True)]
     rows.append(["uniform attention", *map(percent, mass["fair"])])
-    caption = f"Attention by role, {count(values['images'], 'image')} ({values['patch_rows']} patches of each image)"
+    caption = f"Attention by role, {count(values['images'], noun)} ({values['patch_rows']} patches of each)"
     head = ["", *(f"to {name}" for name in mass["keys"])]
     tables: list[Sequence[Block]] = [[Heading("Between roles"), Table(head, rows, caption)]]
     if values.get("on_outliers"):
-        tables.append([Heading("On high-norm tokens"), _outlier_bars(values["on_outliers"])])
+        tables.append([Heading("On high-norm tokens"), _outlier_bars(values["on_outliers"], noun)])
     if "spread" in values:
         found = values["spread"]
         rows = [
@@ -286,7 +286,7 @@ def _number_blocks(values: Values) -> list[Block]:
         head = ["token", f"patches attended to (of {found['patches']})", "entropy, bits"]
         tables.append([Heading("Spread"), Table(head, rows, "A uniform map over n patches counts as n")])
     if "quality" in values:
-        tables.append([Heading("On the object, and on spots"), _quality_table(values)])
+        tables.append([Heading("On the object, and on spots"), _quality_table(values, noun)])
     if "overlap" in values:
         cosines = zip(values["tokens"], values["overlap"]["cosine"], strict=True)
         rows = [[name, *map(number, row)] for name, row in cosines]
@@ -295,7 +295,7 @@ def _number_blocks(values: Values) -> list[Block]:
     return [Beside(left, right) for left, right in zip_longest(tables[::2], tables[1::2], fillvalue=())]
 
 
-def _quality_table(values: Values) -> Table:
+def _quality_table(values: Values, noun: str) -> Table:
     found = values["quality"]
     spots = zip(values["tokens"], found["spikes"], found["on_spikes"], strict=True)
     rows = [[name, number(spikes), percent(share)] for name, spikes, share in spots]
@@ -304,18 +304,18 @@ def _quality_table(values: Values) -> Table:
     if found["on_object"] is not None:
         head += ["attention on the object", "strongest patch on it"]
         for row, share, hit in zip(rows, found["on_object"], found["patch_hit"], strict=True):
-            row += [percent(share), f"{percent(hit)} of images"]
+            row += [percent(share), f"{percent(hit)} of {noun}s"]
         rows.append(["uniform attention", "0", "0 %", percent(found["fair"]), ""])
-        caption += f". Objects of {count(found['object_images'], 'image')}"
+        caption += f". Objects of {count(found['object_images'], noun)}"
     return Table(head, rows, caption)
 
 
-def _outlier_bars(values: Values) -> Figure:
+def _outlier_bars(values: Values, noun: str) -> Figure:
     rows = [Bar(name, share, percent(share)) for name, share in values["mass"].items()]
     label = "Share of attention on high-norm tokens: " + ", ".join(f"{row.name} {row.text}" for row in rows)
     chart = bars(rows, label, (values["fair"], f"fair share {percent(values['fair'])}"))
     caption = (
-        f"Share of each token's attention on high-norm tokens, in the {count(values['images'], 'image')} that have "
+        f"Share of each token's attention on high-norm tokens, in the {count(values['images'], noun)} that have "
         "some. The dashed line is their share of all tokens."
     )
     return Figure([chart], caption)

@@ -42,7 +42,7 @@ def render(report: Report) -> list[Block]:
             figures.append(Figure(panels, one.name))
     shares = ", ".join(percent(share) for share in values["explained"])
     left_out = f"; {count(values['left_out'], 'high-norm token')} left out" if values["left_out"] else ""
-    summary = f"The directions explain {shares} of the variance, over {count(values['images'], 'image')}{left_out}."
+    summary = f"The directions explain {shares} of the variance, over {count(values['images'], report.noun)}{left_out}."
     return [Text(summary, "soft"), Columns(figures, "images")] if figures else []
 
 

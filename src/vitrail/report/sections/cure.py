@@ -194,7 +194,7 @@ def render(report: Report) -> list[Block]:
     layers = ", ".join(f"layer {layer}: {count(len(some), 'neuron')}" for layer, some in values["neurons"].items())
     moved = Text(f"{count(values['num_neurons'], 'neuron')} moved ({layers}).", "soft")
     return [
-        Beside([_table(values)], [Text(EXPLANATION, "soft"), moved]),
+        Beside([_table(values, report.noun)], [Text(EXPLANATION, "soft"), moved]),
         *_strips(report.images, values["threshold"]),
     ]
 
@@ -204,7 +204,7 @@ def conclude(report: Report) -> str:
     return cure_sentence(report.cure)
 
 
-def _table(values: Values) -> Table:
+def _table(values: Values, noun: str) -> Table:
     states = [values["before"], values["after"], values["control"]]
 
     def row(name: str, write: Callable[[Any], str], key: str, part: str | None = None) -> list[str]:
@@ -213,7 +213,7 @@ def _table(values: Values) -> Table:
 
     rows = [
         row(f"tokens above {number(values['threshold'])}", percent, "outlier_share"),
-        row("images with such tokens", number, "images_with_outliers"),
+        row(f"{noun}s with such tokens", number, "images_with_outliers"),
         row("verdict", lambda value: value or "–", "verdict"),
         row("largest norm", number, "largest"),
         row("median norm", number, "typical"),
@@ -223,7 +223,7 @@ def _table(values: Values) -> Table:
     for name in values["after"]["similarity"]:
         token = "other patch tokens" if name == "normal" else f"{name} token"
         rows.append(row(f"{token}: cosine with before", number, "similarity", name))
-    caption = f"The same {count(values['images'], 'image')} without and with test-time registers"
+    caption = f"The same {count(values['images'], noun)} without and with test-time registers"
     return Table(["", "before", "with registers", "with random neurons"], rows, caption)
 
 

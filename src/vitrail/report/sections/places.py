@@ -57,7 +57,7 @@ def render(report: Report) -> list[Block]:
             auc = {"mean": one["auc"], "low": one["auc_low"], "high": one["auc_high"]}
             rows.append([name, interval(one["outlier"]), interval(one["normal"]), interval(auc, percent)])
     head = ["", f"high-norm ({values['outliers']:,})", "other patches", "high-norm larger"]
-    caption = f"High-norm tokens and other patches, {count(values['images'], 'image')}; 95 % confidence intervals"
+    caption = f"High-norm tokens and other patches, {count(values['images'], report.noun)}; 95 % confidence intervals"
     return [Beside([Table(head, rows, caption)], [Text(one, "soft") for one in EXPLANATION])]
 
 

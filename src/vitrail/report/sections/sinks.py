@@ -73,7 +73,7 @@ def render(report: Report) -> list[Block]:
     lines = [Line("s0", shares("no_op")), Line("s1", shares("broadcast")), Line("s2 thin", shares("other"))]
     chart = over_layers(numbers, lines, label, "heads, %", log=False)
     keys = [Key("s0", "no-op"), Key("s1", "broadcast"), Key("s2", "neither")]
-    caption = f"Heads with a sink, {count(report.sinks['images'], 'image')}, each head of each image counted once."
+    caption = f"Heads with a sink, {count(report.sinks['images'], report.noun)}, each head of each counted once."
     rows = [
         [
             one["layer"],

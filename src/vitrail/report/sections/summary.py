@@ -11,8 +11,8 @@ from vitrail.report.report import Report
 from vitrail.report.sections.base import Section
 
 MEDIA_NOTES = {
-    "video": "The images on this page are clips: frames below each other, one for each step in time of the patch grid.",
-    "audio": "The images on this page are spectrograms: time from left to right, low frequencies at the top.",
+    "video": "“Image” means a clip on this page: frames below each other, one for each step of the patch grid in time.",
+    "audio": "“Image” means a sound's spectrogram on this page: time from left to right, low frequencies at the top.",
 }
 """How inputs that are no images are drawn."""
 
@@ -58,7 +58,7 @@ def _alerts(report: Report) -> list[str]:
 
 
 def _render_next(report: Report) -> list[Block]:
-    return [Bullets(verdict.recommendations(report.norms, report.registers, report.cure))]
+    return [Bullets(verdict.recommendations(report.norms, report.registers, report.cure, report.noun))]
 
 
 def _render_method(report: Report) -> list[Block]:
@@ -87,10 +87,10 @@ def _render_problems(report: Report) -> list[Block]:
     blocks: list[Block] = [Note(note) for note in problems["notes"]]
     if problems["num_skipped"]:
         rows = [[one["name"], one["reason"]] for one in problems["skipped"]]
-        blocks.append(Table(["image", "reason"], rows, f"{count(problems['num_skipped'], 'image')} skipped"))
+        blocks.append(Table([report.noun, "reason"], rows, f"{count(problems['num_skipped'], report.noun)} skipped"))
     if problems["num_not_finite_tokens"]:
         rows = [[one["name"], one["layer"], one["tokens"]] for one in problems["not_finite"]]
-        blocks.append(Table(["image", "layer", "tokens"], rows, "Non-finite values (at most 100 places)"))
+        blocks.append(Table([report.noun, "layer", "tokens"], rows, "Non-finite values (at most 100 places)"))
     return blocks
 
 

@@ -17,7 +17,7 @@ from vitrail._checks import check_choice, is_int, shown
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
-from vitrail.data.dataset import open_dataset
+from vitrail.data.dataset import Dataset, open_dataset
 from vitrail.data.labels.columns import plain_name
 from vitrail.data.labels.targets import MASK_CLASSES, TargetSpec
 from vitrail.data.loading.loader import Keep, make_loader
@@ -141,7 +141,7 @@ def evaluate(
                 net, dataset, expects, several, targets, options, batch, DTYPES[dtype], max_unreadable,
                 lambda done: report("evaluating", done, count), address, actors,
             )  # fmt: skip
-            return replace(done, notes=tuple(text for text in (*notes, *done.notes) if text))
+            return _completed(done, notes, dataset)
         loader = make_loader(
             dataset, image_size=expects.size[0] if expects.size else 1, device=world.device,
             rank=world.rank, world_size=world.world_size, keep=keep_data, workers=workers,
@@ -156,7 +156,13 @@ def evaluate(
             )  # fmt: skip
         finally:
             loader.close()
-        return replace(found, notes=tuple(text for text in (*notes, *found.notes) if text))
+        return _completed(found, notes, dataset)
+
+
+def _completed(found: Evaluation, notes: Iterable[str], dataset: Dataset) -> Evaluation:
+    """Return an evaluation with the remarks about its data, and with what its samples are."""
+    texts = tuple(text for text in (*notes, *found.notes) if text)
+    return replace(found, notes=texts, modality=dataset.modality)
 
 
 def evaluate_model(

@@ -27,7 +27,8 @@ class Evaluation(Result, eq=False):
         disagreement: how often heads with the same target differ.
         collapse: cosine similarity of special tokens in the last layer, within and between roles, and collapsed pairs.
         outliers: artifact tokens in the last layer (verdict, share …), and the layer where they begin.
-        images_per_s: throughput of the model in batches of ``batch`` on one device; None if not measured.
+        images_per_s: throughput of the model in batches of ``batch`` on one device, in images, clips or sounds; None if
+            not measured.
         batch, device, dtype: how the model ran.
         merge: merge settings; None without merging.
         notes: what could not be measured, and why.
@@ -37,6 +38,7 @@ class Evaluation(Result, eq=False):
         miou, iou: mean intersection over union of masks, and that of each class; their accuracy is that of pixels.
         right: whether each sample was correct (N,), in the order of the data, for paired comparisons; of this rank's
             readable samples.
+        modality: what samples are, as in `vitrail.InputSpec`.
         roles, norms: details behind ``collapse`` and ``outliers``, of this rank's first samples.
     """
 
@@ -64,6 +66,7 @@ class Evaluation(Result, eq=False):
     ap: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
     miou: dict[str, float | None] = field(default_factory=dict)
     iou: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    modality: str = "image"
     roles: Roles | None = field(default=None, repr=False, metadata={"json": False})
     norms: Norms | None = field(default=None, repr=False, metadata={"json": False})
 

@@ -221,5 +221,5 @@ def test_a_model_has_pixels_of_one_target() -> None:
     model = create_model("vit_tiny_patch16", width=16, depth=1, heads=1, image_size=32, num_classes=0, dense=3)
     classes = {"mask": ("off", "on"), "depth": ("depth",)}
     specs = {"mask": TargetSpec("dense"), "depth": TargetSpec("depth")}
-    with pytest.raises(InvalidOption, match="mask and depth .* one dense head"):
+    with pytest.raises(InvalidOption, match=r"mask and depth .* one dense head"):
         assign_targets(model, classes, specs)

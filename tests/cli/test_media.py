@@ -34,6 +34,14 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     return request.param, tmp_path / "model"
 
 
+@pytest.fixture
+def saved_clips(tmp_path: Path) -> Path:
+    """The directory of a model of clips with random weights."""
+    sizes = {"width": 16, "depth": 2, "heads": 1, "num_classes": 3}
+    create_model("vit_tiny_patch16", **sizes, **MODELS["video"]).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -185,6 +193,43 @@ def test_samples_of_whole_datasets_have_their_own_name(saved: tuple[str, Path], 
     assert f"{noun}/s" in text
     assert f"1 {noun[:-1]} could not be read" in text
     assert "images" not in text
+
+
+def test_a_mixed_folder_holds_what_the_model_takes(saved: tuple[str, Path], tmp_path: Path) -> None:
+    modality, folder = saved
+    mixed = files_of(modality, tmp_path / "data")
+    Image.new("RGB", (32, 32)).save(mixed / "image.png")
+    Image.new("RGB", (32, 32)).save(mixed / "image.gif")
+    good = sorted(mixed.glob(f"[ab]{ENDINGS[modality]}"))
+    model = vitrail.load_model(str(folder))
+    (mixed / f"damaged{ENDINGS[modality]}").unlink()
+    found = vitrail.record(model, mixed)
+    assert len(found.tokens[1]) == (3 if modality == "video" else 2)  # a GIF may be a clip
+    expected = vitrail.record(model, good).tokens[1]
+    assert torch.allclose(found.tokens[1][:2], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("2x16x24", [2, 16, 24]), ("24x16", [4, 24, 16]), ("8", [4, 8, 8]), ("1x2x8x8", None)]
+)
+def test_the_input_size_of_clips_may_have_frames(
+    size: str, expected: list[int] | None, tmp_path: Path, saved_clips: Path
+) -> None:
+    clip, out = write_clip(tmp_path / "a.mp4", count=4), tmp_path / "out"
+    result = run("merge", f"vitrail:{saved_clips}", clip, "-r", 0, "--device", "cpu", "--image-size", size, "-o", out)
+    assert result.exit_code == (2 if expected is None else 0), result.output
+    if expected is not None:
+        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        assert summary["input_size"] == expected
+        patches = expected[0] * expected[1] * expected[2] // 128  # of 2 × 8 × 8 each
+        assert summary["cost"]["tokens_before"] == [patches + 1] * 2
+
+
+def test_images_have_no_frames(saved_vit: Path, tmp_path: Path) -> None:
+    result = run("merge", f"hf:{saved_vit}", "-r", 1, "--image-size", "4x32x32", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "4x32x32" in one_line(result.stderr)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["merge", "inspect"])

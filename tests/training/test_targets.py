@@ -13,9 +13,12 @@ import vitrail
 from tests.training.toys import FIELDS, same, weights
 from vitrail.cli import app
 from vitrail.data import Arrays, open_dataset
+from vitrail.data.labels.targets import TargetSpec
 from vitrail.embedding import Predictor
 from vitrail.errors import InvalidOption, VitrailError
+from vitrail.models import create_model
 from vitrail.training import evaluate, load_trained, train
+from vitrail.training.objective.targets import assign_targets
 
 FIELD: dict[str, Any] = FIELDS | {
     "tokens": None, "epochs": 40, "evaluate_every": 40, "smoothing": 0.0, "batch_size": 8, "lr": 1e-3,
@@ -212,3 +215,11 @@ def test_other_libraries_learn_values(squares: Path, tmp_path: Path) -> None:
 def test_values_named_as_classes_are_refused(squares: Path) -> None:
     with pytest.raises(InvalidOption, match="kind='regression'"):
         open_dataset(squares, labels="bright", kind="classification")
+
+
+def test_a_model_has_pixels_of_one_target() -> None:
+    model = create_model("vit_tiny_patch16", width=16, depth=1, heads=1, image_size=32, num_classes=0, dense=3)
+    classes = {"mask": ("off", "on"), "depth": ("depth",)}
+    specs = {"mask": TargetSpec("dense"), "depth": TargetSpec("depth")}
+    with pytest.raises(InvalidOption, match=r"mask and depth .* one dense head"):
+        assign_targets(model, classes, specs)

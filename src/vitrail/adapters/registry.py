@@ -18,6 +18,7 @@ from torch import nn
 from vitrail._arguments import checked
 from vitrail._checks import as_path, shown
 from vitrail.adapters.base import BlockAdapter, Library, TrunkAdapter
+from vitrail.data.media.modality import MODALITIES
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
 from vitrail.tokens import TokenLayout
@@ -172,20 +173,27 @@ def size_options(name: str, size: tuple[int, ...] | None) -> dict[str, Any]:
 def sized(found: Found, size: tuple[int, ...] | None, name: str) -> tuple[InputSpec, TokenLayout]:
     """Return a model's input specification and layout for a height and width, or for its own size.
 
-    Raise if the size is not a whole number of patches.
+    Frames may come before the height of clips. Raise if the size is not a whole number of patches.
     """
     spec = found.adapter.input_spec(found.trunk)
     if size is None:
         return spec, found.adapter.layout(found.trunk, spec.size)
-    spec = replace(spec, size=(*spec.size[:-2], *size))
+    if len(size) > len(spec.size):
+        raise InvalidOption(f"size {_by(size)}: {name} takes {MODALITIES[spec.modality].size}; got {len(size)} numbers")
+    spec = replace(spec, size=(*spec.size[: -len(size)], *size))
     with suppress(ValueError):  # smaller than a patch
         layout = found.adapter.layout(found.trunk, spec.size)
-        if not any(side % cells for side, cells in zip(size, layout.grid[1:], strict=True)):
+        if not any(side % cells for side, cells in zip(size, layout.grid[-len(size) :], strict=True)):
             return spec, layout
     raise InvalidOption(
-        f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
+        f"size {_by(size)} is not a whole number of patches of {name}; choose a multiple of its patch size "
         "(often 16 or 14) in each direction, or leave the size out"
     )
+
+
+def _by(size: tuple[int, ...]) -> str:
+    """Return a size as the command line takes it."""
+    return "x".join(map(str, size))
 
 
 @checked

@@ -16,6 +16,7 @@ from vitrail._checks import as_device, shown
 from vitrail._wording import counted
 from vitrail.adapters import Found, image_model
 from vitrail.data.batches import Batches, open_batches
+from vitrail.data.media.modality import MODALITIES
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError, VitrailWarning
 from vitrail.runtime.checks import refuse_packed
 from vitrail.surgery.hooks import Recording, watch
@@ -202,7 +203,8 @@ def check_finite(values: Tensor, what: str) -> None:
 def input_axes(found: Found) -> str:
     """Return the order of the axes of one preprocessed input."""
     videos = any(isinstance(part, nn.Conv3d) for part in found.adapter.patch_embedding(found.trunk).modules())
-    return found.adapter.input_spec(found.trunk).axes or ("CTHW" if videos else "CHW")
+    spec = found.adapter.input_spec(found.trunk)
+    return spec.axes or ("CTHW" if videos else MODALITIES[spec.modality].axes or "CHW")
 
 
 def read_batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:

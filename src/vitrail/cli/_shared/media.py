@@ -28,7 +28,7 @@ RANDOM_INPUTS = ("bench", "export")
 WHOLE_DATASETS = ("embed", "predict")
 """Commands that run a model on every sample of a dataset, of any medium."""
 
-READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect", "web")
+READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "evaluate", "inspect", "merge", "train", "tune", "web")
 """Commands for every medium that has files."""
 
 

@@ -73,8 +73,8 @@ def load(
     resized, layout = sized(found, size, name)
     names = vitrail.class_names(model)
     questions = assign_targets(model, names, target_specs(model)) if names else ()
-    weights = "random" if random else "pretrained"
-    return Loaded(name, model.to(place), replace(spec, size=resized.size), layout, place, weights, size, questions)
+    weights, chosen = "random" if random else "pretrained", None if size is None else resized.size
+    return Loaded(name, model.to(place), replace(spec, size=resized.size), layout, place, weights, chosen, questions)
 
 
 def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:

@@ -59,15 +59,15 @@ def parse_method(text: str) -> str | dict[str, Any]:
     return found
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Parse ``384``, or ``384x512`` for height and width."""
+def parse_size(text: str) -> tuple[int, ...]:
+    """Parse ``384``, ``384x512`` for height and width, or ``8x64x64`` for frames, height and width."""
     sides = text.lower().replace("×", "x").split("x")
-    if len(sides) > 2 or not all(side.isascii() and side.isdigit() and 0 < int(side) <= MAX_SIDE for side in sides):
+    if len(sides) > 3 or not all(side.isascii() and side.isdigit() and 0 < int(side) <= MAX_SIDE for side in sides):
         raise typer.BadParameter(
             f"--image-size {text!r} is not a size. Expected pixels from 1 to {MAX_SIDE}, like --image-size 384, or "
-            "height and width, like --image-size 384x512."
+            "height and width, like --image-size 384x512; for clips also frames before them, like 8x64x64."
         )
-    return int(sides[0]), int(sides[-1])
+    return tuple(map(int, sides if len(sides) > 1 else sides * 2))
 
 
 def parse_merge(text: str) -> Settings:
@@ -167,7 +167,7 @@ Order = Annotated[Literal["paper", "original"], typer.Option(help="Order of the 
 Proportional = Annotated[
     bool, typer.Option("--proportional/--no-proportional", help="Weight merged tokens by size in attention.")
 ]
-SIZES = "Input size in pixels, if the model supports another one."
+SIZES = "Input size in pixels, if the model supports another one; for clips also TxHxW, with frames."
 Size = Annotated[Any, typer.Option("--image-size", metavar="N or HxW", parser=parse_size, help=SIZES)]
 MERGE_DEFAULTS = {"schedule": None, "order": "paper", "proportional": True, "method": "tome"}
 """Defaults of the options that describe a merging one by one."""

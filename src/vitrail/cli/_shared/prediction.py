@@ -68,7 +68,9 @@ def predict(loaded: Loaded, batch: Tensor) -> Prediction:
     start = clock.now()
     try:
         output: Any = forward_output(loaded.model, batch) if loaded.questions else loaded.model(batch)
-    except (AssertionError, ValueError) as error:  # how libraries refuse a size
+    except (AssertionError, ValueError, RuntimeError) as error:  # how libraries refuse a size
+        if isinstance(error, RuntimeError) and (loaded.size is None or isinstance(error, torch.OutOfMemoryError)):
+            raise
         size = " × ".join(map(str, loaded.spec.size))
         raise UnsupportedInput(
             f"{loaded.name} does not take {loaded.medium.noun} of {size} ({error}); leave --image-size out"

@@ -99,7 +99,7 @@ class Loader(ABC):
         self._unreadable[index] = reason
         number = len(self._unreadable)
         if number > self.max_unreadable * self.count or number == self.count:
-            shown = "\n".join(f"  {reason}" for _, reason in self.skipped[:5])
+            shown = "\n".join(f"  {reason.rstrip('.')}." for _, reason in self.skipped[:5])
             raise ImageError(
                 f"{number} of {self.count} {self.dataset.noun} cannot be read, and max_unreadable allows a share of "
                 f"{self.max_unreadable:g}:\n{shown}\nRepair or remove them, or allow more."

@@ -204,7 +204,12 @@ def _check_kinds(
 ) -> None:
     """Raise if heads are of another kind than their columns, or a dense head and masks do not go together."""
     outputs = model.config.dense if isinstance(model, ViT) else 0
-    if len(dense) > 1 or (dense and len(classes[dense[0]]) != outputs):
+    if len(dense) > 1:
+        raise InvalidOption(
+            f"tasks: {' and '.join(dense)} are both targets of pixels, and a model has one dense head; train one of "
+            "them, and the other in a run of its own"
+        )
+    if dense and len(classes[dense[0]]) != outputs:
         raise InvalidOption(
             f"no head for the pixels of {', '.join(dense)}: expected a Vitrail model with one dense head of "
             f"{len(classes[dense[0]])} outputs; build it with dense={len(classes[dense[0]])}. Models of timm can be "

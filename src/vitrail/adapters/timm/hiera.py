@@ -11,9 +11,8 @@ from torch import nn
 
 from vitrail.adapters.base import BlockAdapter, known_block
 from vitrail.adapters.named_block import TIMM_NAMES
-from vitrail.adapters.timm.vit import TimmEntryPoints, declared
-from vitrail.adapters.windows import LayerWindows, Pooling, WindowedNamedBlock, WindowedTrunk, Windows
-from vitrail.data.spec import InputSpec
+from vitrail.adapters.timm.windowed import TimmWindowedTrunk
+from vitrail.adapters.windows import LayerWindows, Pooling, WindowedNamedBlock, Windows
 from vitrail.errors import UnsupportedModel
 from vitrail.tokens import TokenLayout
 
@@ -52,7 +51,7 @@ class HieraBlock(WindowedNamedBlock):
 _BLOCK = HieraBlock(_HIERA)
 
 
-class TimmHiera(WindowedTrunk):
+class TimmHiera(TimmWindowedTrunk):
     """``Hiera`` for images of one size."""
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
@@ -89,16 +88,6 @@ class TimmHiera(WindowedTrunk):
     def resizes(self, trunk: Any) -> bool:
         return False
 
-    def input_spec(self, trunk: Any) -> InputSpec:
-        spec = declared(getattr(trunk, "pretrained_cfg", None) or {})
+    def input_size(self, trunk: Any) -> tuple[int, ...]:
         pairs = zip(trunk.tokens_spatial_shape, trunk.patch_stride, strict=True)
-        return replace(spec, size=tuple(side * step for side, step in pairs))
-
-    def num_classes(self, model: nn.Module, trunk: Any) -> int:
-        return trunk.num_classes
-
-    def entry_points(self) -> type:
-        return TimmEntryPoints
-
-    def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
-        return (trunk.patch_embed,)
+        return tuple(side * step for side, step in pairs)

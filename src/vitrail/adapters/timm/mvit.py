@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, BlockCall, QkvName, known_block
 from vitrail.adapters.named_block import TIMM_NAMES
-from vitrail.adapters.timm.vit import TimmEntryPoints, declared
-from vitrail.adapters.windows import DecomposedNamedBlock, LayerWindows, Pooling, WindowedTrunk, Windows
-from vitrail.data.spec import InputSpec
+from vitrail.adapters.timm.windowed import TimmWindowedTrunk
+from vitrail.adapters.windows import DecomposedNamedBlock, LayerWindows, Pooling, Windows
 from vitrail.errors import UnsupportedModel
 from vitrail.tokens import TokenLayout
 
@@ -85,7 +84,7 @@ class MvitBlock(DecomposedNamedBlock):
 _BLOCK = MvitBlock(_MVIT)
 
 
-class TimmMvit(WindowedTrunk):
+class TimmMvit(TimmWindowedTrunk):
     """``MultiScaleVit`` without a class token, for images of one size."""
 
     norm = "norm"
@@ -125,22 +124,12 @@ class TimmMvit(WindowedTrunk):
     def resizes(self, trunk: Any) -> bool:
         return False
 
-    def input_spec(self, trunk: Any) -> InputSpec:
-        spec = declared(getattr(trunk, "pretrained_cfg", None) or {})
+    def input_size(self, trunk: Any) -> tuple[int, ...]:
         pairs = zip(self._grid(trunk), trunk.patch_embed.proj.stride, strict=True)
-        return replace(spec, size=tuple(side * step for side, step in pairs))
+        return tuple(side * step for side, step in pairs)
 
     def _grid(self, trunk: Any) -> tuple[int, int]:
         """Return the grid of patches that the model was made for."""
         height, width = trunk.stages[0].feat_size
         stride = _BLOCK.stride(trunk.stages[0].blocks[0], "q")
         return height * stride, width * stride
-
-    def num_classes(self, model: nn.Module, trunk: Any) -> int:
-        return trunk.num_classes
-
-    def entry_points(self) -> type:
-        return TimmEntryPoints
-
-    def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
-        return (trunk.patch_embed,)

@@ -10,11 +10,9 @@ from torch import nn
 
 from vitrail.adapters.base import BlockAdapter, known_block
 from vitrail.adapters.named_block import TIMM_NAMES
-from vitrail.adapters.timm.vit import TimmEntryPoints, declared
-from vitrail.adapters.windows import DecomposedNamedBlock, LayerWindows, WindowedTrunk, Windows
-from vitrail.data.spec import InputSpec
+from vitrail.adapters.timm.windowed import TimmWindowedTrunk
+from vitrail.adapters.windows import DecomposedNamedBlock, LayerWindows, Windows
 from vitrail.errors import UnsupportedModel
-from vitrail.tokens import TokenLayout
 
 
 class SamBlock(DecomposedNamedBlock):
@@ -27,7 +25,7 @@ class SamBlock(DecomposedNamedBlock):
 _BLOCK = SamBlock(replace(TIMM_NAMES, dense=None))
 
 
-class TimmSam(WindowedTrunk):
+class TimmSam(TimmWindowedTrunk):
     """``VisionTransformerSAM``; its neck receives the whole grid."""
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
@@ -43,28 +41,8 @@ class TimmSam(WindowedTrunk):
                 "window's table. Models with use_rope=False are"
             )
 
-    def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
-        grid = trunk.patch_embed.grid_size if size is None else trunk.patch_embed.dynamic_feat_size(size)
-        return TokenLayout.of(grid=(1, *grid))
-
     def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         return tuple(LayerWindows(1, _BLOCK.windows(block)) for block in trunk.blocks)
-
-    def resizes(self, trunk: Any) -> bool:
-        return not trunk.patch_embed.strict_img_size
-
-    def input_spec(self, trunk: Any) -> InputSpec:
-        spec = declared(getattr(trunk, "pretrained_cfg", None) or {})
-        return replace(spec, size=trunk.patch_embed.img_size or spec.size)
-
-    def num_classes(self, model: nn.Module, trunk: Any) -> int:
-        return trunk.num_classes
-
-    def entry_points(self) -> type:
-        return TimmEntryPoints
-
-    def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
-        return (trunk.patch_embed,)
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
         return ((trunk.neck, 1),)

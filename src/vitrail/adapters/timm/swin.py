@@ -15,20 +15,17 @@ from torch import Tensor, nn
 from vitrail.adapters.base import BlockAdapter, forward_class, known_block
 from vitrail.adapters.named_block import TIMM_NAMES
 from vitrail.adapters.position import Position
-from vitrail.adapters.timm.vit import TimmEntryPoints, declared
+from vitrail.adapters.timm.windowed import TimmWindowedTrunk
 from vitrail.adapters.windows import (
     LayerWindows,
     Tile,
     WindowBias,
     WindowedNamedBlock,
-    WindowedTrunk,
     Windows,
     network_cost,
     relative_index,
 )
-from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedModel
-from vitrail.tokens import TokenLayout
 
 _SWIN = replace(
     TIMM_NAMES, q_norm=None, k_norm=None, after_attend=("drop_path1",), after_feed=("drop_path2",), dense=None
@@ -89,7 +86,7 @@ class SwinV2Block(SwinBlock):
         return 1.0
 
 
-class TimmSwin(WindowedTrunk):
+class TimmSwin(TimmWindowedTrunk):
     """``SwinTransformer``; inputs of one size, unless ``strict_img_size=False``."""
 
     norm = "norm"
@@ -111,10 +108,6 @@ class TimmSwin(WindowedTrunk):
             )
         return adapter
 
-    def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
-        grid = trunk.patch_embed.grid_size if size is None else trunk.patch_embed.dynamic_feat_size(size)
-        return TokenLayout.of(grid=(1, *grid))
-
     def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         found, step = [], 1
         for stage in trunk.layers:
@@ -122,22 +115,6 @@ class TimmSwin(WindowedTrunk):
             for block in stage.blocks:
                 found.append(LayerWindows(step, self.block_adapter(block).windows(block)))  # type: ignore[attr-defined]
         return tuple(found)
-
-    def resizes(self, trunk: Any) -> bool:
-        return not trunk.patch_embed.strict_img_size
-
-    def input_spec(self, trunk: Any) -> InputSpec:
-        spec = declared(getattr(trunk, "pretrained_cfg", None) or {})
-        return replace(spec, size=trunk.patch_embed.img_size or spec.size)
-
-    def num_classes(self, model: nn.Module, trunk: Any) -> int:
-        return trunk.num_classes
-
-    def entry_points(self) -> type:
-        return TimmEntryPoints
-
-    def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
-        return (trunk.patch_embed,)
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
         found, step = [], 1

@@ -14,7 +14,7 @@ from tests.data.media_files import DIGITS, real_digits
 from vitrail.adapters.saved import EMBEDDED
 from vitrail.data import open_dataset, read_image, samples, to_tensor
 from vitrail.data.media.registry import recording
-from vitrail.data.sample_images import drawings
+from vitrail.data.sample_files import drawings
 from vitrail.models import ViT
 from vitrail.training import evaluate, load_trained
 

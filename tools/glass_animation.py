@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import vitrail
 from vitrail.data import read_image, samples
-from vitrail.data.sample_images import drawings
+from vitrail.data.sample_files import drawings
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "images" / "slider.gif"
 SIDE, GAP, FOOT = 232, 14, 62

@@ -6,6 +6,7 @@ import pytest
 
 from tests.adapters.families import FAMILIES
 from tests.adapters.models_table import BEGIN, COLUMNS, END, PAGE, SLOW, read, table, tried
+from tests.parity.models.cases import Case, require
 from vitrail.adapters.registry import split_name
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -31,12 +32,16 @@ def test_what_is_stated_of_exports_is_what_works(family: str) -> None:
     assert tried(FAMILIES[family], SLOW) == {column: read(TEXT)[family][column] for column in SLOW}, STALE
 
 
-@pytest.mark.parametrize("name", [name for one in FAMILIES.values() for name in one.names.split()])
-def test_names_are_those_of_a_library(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "case"), [pytest.param(name, one.case, id=name) for one in FAMILIES.values() for name in one.names.split()]
+)
+def test_names_are_those_of_a_library(name: str, case: Case) -> None:
     library, rest = split_name(name)
     assert library is not None
     assert library.looks_like(rest) or library.prefix == "open_clip"
     if library.prefix in ("timm", "torchvision"):
+        if case.needs is not None:
+            require(*case.needs)
         package = library.imported(name, "torchvision.models" if library.prefix == "torchvision" else "")
         assert rest in package.list_models()
 

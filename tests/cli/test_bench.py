@@ -272,7 +272,7 @@ def test_missing_matplotlib_stops_before_measuring(
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(sweeping, "import_module", missing)
+    monkeypatch.setattr("vitrail.drawing.plots.import_module", missing)
     done = run(MODEL, "--r", "4,8", "--plot", tmp_path / "x.png")
     assert done.exit_code == 2
     assert "need matplotlib" in one_line(done.stderr)

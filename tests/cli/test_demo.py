@@ -17,7 +17,7 @@ from vitrail.cli import app
 from vitrail.cli._shared.summary import Summary
 from vitrail.cli.demo import DARKEST, STRENGTHS, distinct, over, run_demo
 from vitrail.data import read_image, to_tensor
-from vitrail.data.sample_images import drawings
+from vitrail.data.sample_files import drawings
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.training import train
 

@@ -70,6 +70,9 @@ def test_export_writes_a_program_for_the_right_shape(saved: tuple[str, Path], tm
         assert torch.allclose(torch.export.load(out).module()(inputs), model(inputs), atol=1e-4)
 
 
+ENDINGS = {"video": ".mp4", "audio": ".wav"}
+
+
 def files_of(modality: str, folder: Path) -> Path:
     """Write three files of a modality, one of them damaged."""
     for name in ("a", "b"):
@@ -77,7 +80,7 @@ def files_of(modality: str, folder: Path) -> Path:
             write_clip(folder / f"{name}.mp4", count=9, size=(48, 64))
         else:
             write_sound(folder / f"{name}.wav", tone(440, 0.2))
-    (folder / f"damaged{'.mp4' if modality == 'video' else '.wav'}").write_bytes(b"no such thing" * 9)
+    (folder / f"damaged{ENDINGS[modality]}").write_bytes(b"no such thing" * 9)
     return folder
 
 
@@ -111,6 +114,27 @@ def test_merge_draws_clips_and_sounds(saved: tuple[str, Path], tmp_path: Path) -
             assert drawn.size == (1136, 836)
 
 
+def test_merge_skips_what_cannot_be_decoded(saved: tuple[str, Path], tmp_path: Path) -> None:
+    modality, folder = saved
+    good = [files_of(modality, tmp_path / "data") / f"{name}{ENDINGS[modality]}" for name in "ab"]
+    bad = tmp_path / f"bad{ENDINGS[modality]}"  # its header is that of a good file
+    if modality == "audio":
+        soundfile = pytest.importorskip("soundfile")
+        soundfile.write(bad, tone(440, 0.2) * float("nan"), 16000, subtype="FLOAT")
+    else:
+        content = bytearray(good[0].read_bytes())
+        start = content.index(b"mdat") + 4
+        end = content.index(b"moov") - 4 if content.index(b"moov") > start else len(content)
+        content[start:end] = bytes(end - start)
+        bad.write_bytes(content)
+    out = tmp_path / "out"
+    result = run("merge", f"vitrail:{folder}", good[0], bad, good[1], "-r", 1, "--device", "cpu", "-o", out)
+    assert result.exit_code == 1, result.output
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert [Path(one["picture"]).name for one in summary["pictures"]] == [path.name for path in good]
+    assert [Path(one["picture"]).name for one in summary["skipped"]] == [bad.name]
+
+
 def test_gifs_are_clips_for_a_model_of_clips(saved: tuple[str, Path], tmp_path: Path) -> None:
     modality, folder = saved
     if modality == "audio":
@@ -135,7 +159,7 @@ def test_inspect_and_tune_read_clips_and_sounds(saved: tuple[str, Path], tmp_pat
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report["data"]["images"] == 2
     assert report["layout"]["grid"] == list(vitrail.load_model(str(folder)).config.grid)
-    again = [data / f"{name}{'.mp4' if modality == 'video' else '.wav'}" for name in "ab"]
+    again = [data / f"{name}{ENDINGS[modality]}" for name in "ab"]
     for number in range(3, 7):
         again.append((tmp_path / f"{number}").with_suffix(again[0].suffix))
         again[-1].write_bytes(again[0].read_bytes())

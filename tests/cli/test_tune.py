@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import vitrail
 from vitrail.cli import app
+from vitrail.cli.tune import _notes
 from vitrail.data import samples
 from vitrail.tuning import Tuning
 
@@ -61,3 +63,14 @@ def test_wrong_options_are_errors_without_a_traceback(
     assert code == 2
     assert words in " ".join(text.split())
     assert not (tmp_path / "tune.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("interval", "faster", "slower"),
+    [((0.38, 0.46), False, True), ((0.9, 1.1), False, False), ((1.2, 1.3), True, False)],
+)
+def test_a_slower_model_is_called_slower(interval: tuple[float, float], faster: bool, slower: bool) -> None:
+    values = {field.name: None for field in fields(Tuning)} | {"value": 1.0, "speedup": 1.0, "interrupted": False}
+    found = Tuning(**values | {"speedup_interval": interval})
+    assert (found.is_faster, found.is_slower) == (faster, slower)
+    assert [("slower" in note, "noise" in note) for note in _notes(found)] == ([] if faster else [(slower, not slower)])

@@ -1,6 +1,8 @@
 """Training on files of clips and sounds: sizes, sampling, evaluation, resuming, and what contradicts the data."""
 
+import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from typer.testing import CliRunner
 
 from tests.data.media_files import CLIPS, DIGITS, real_clips, real_digits, tone, write_clip, write_sound
 from tests.training.toys import FIELDS, same, weights
+from vitrail.adapters import input_spec, load_model
 from vitrail.cli import app
-from vitrail.data import FrameSampling, Spectrogram, open_dataset
+from vitrail.data import Arrays, FrameSampling, Spectrogram, open_dataset
 from vitrail.errors import ImageError, InvalidOption, VitrailError
 from vitrail.training import checkpoint, evaluate, load_trained, train
 
@@ -112,7 +115,7 @@ def test_runs_that_contradict_their_data(clips: Path, tmp_path: Path, fields: di
 
 def test_models_and_data_of_other_modalities(clips: Path, sounds: Path, tmp_path: Path) -> None:
     run = train(data=str(clips), out=str(tmp_path / "run"), **CLIP)
-    with pytest.raises(InvalidOption, match="takes video, and the data is audio"):
+    with pytest.raises(InvalidOption, match="takes video clips, and the data holds sounds"):
         train(**TUNING | {"data": str(sounds), "model": str(run.last), "out": str(tmp_path / "other")})
     with pytest.raises(InvalidOption, match="sampling"):
         train(data=[(np.zeros((16, 16, 3), np.uint8), n % 2) for n in range(8)], sampling={"rate": 3}, **FIELDS)
@@ -175,3 +178,71 @@ def run_command(*arguments: object) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+COLORS = {"image_mean": [0.25, 0.5, 0.75], "image_std": [0.5, 0.25, 0.5], "rescale_factor": 1 / 255, "offset": False}
+
+
+def save_foreign(kind: str, folder: Path) -> None:
+    """Save a small model of transformers, with the preprocessing that it was made with."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    torch.manual_seed(0)
+    if kind == "AST":
+        config = transformers.ASTConfig(**LAYERS, num_mel_bins=32, max_length=24, patch_size=8)
+        transformers.ASTForAudioClassification(config).save_pretrained(folder)
+        stored: dict[str, Any] = {"mean": -3.5, "std": 2.5, "sampling_rate": 8000}
+    else:
+        tubes = {"tubelet_size": 2, "patch_size": 8} if kind == "VideoMAE" else {"tubelet_size": [2, 8, 8]}
+        config = getattr(transformers, f"{kind}Config")(**LAYERS, **tubes, image_size=16, num_frames=4)
+        getattr(transformers, f"{kind}ForVideoClassification")(config).save_pretrained(folder)
+        stored = COLORS
+    (folder / "preprocessor_config.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize("kind", ["AST", "VideoMAE", "Vivit"])
+def test_models_of_transformers_are_finetuned(kind: str, clips: Path, sounds: Path, tmp_path: Path) -> None:
+    save_foreign(kind, tmp_path / "base")
+    audio = kind == "AST"
+    data, name = sounds if audio else clips, f"hf:{tmp_path / 'base'}"
+    own = input_spec(load_model(name))
+    fields = {**TUNING, "model": name, "data": str(data), "validation": "none", "augment": "light", "lr": 1e-3}
+    run = train(**fields, out=str(tmp_path / "run"))
+    trained, labels = load_trained(run.last)
+    assert type(trained).__name__ == f"{kind}For{'Audio' if audio else 'Video'}Classification"
+    assert labels.preprocessing == own == input_spec(trained)  # also where only the adapter is asked
+    dataset = open_dataset(data, labeled=True)
+    (batch,) = dataset.batches(own, 32)
+    auto = import_module("transformers").AutoModelForAudioClassification
+    if not audio:
+        auto = import_module("transformers").AutoModelForVideoClassification
+    theirs = auto.from_pretrained(run.last).eval()
+    with torch.no_grad():
+        right = (theirs(batch.images).logits.argmax(1) == dataset.labels[:, 0]).float().mean().item()
+    assert evaluate(run.last, data, seconds=0, look=0).accuracy["fused"] == right
+    base = load_model(name)
+    assert not same(weights(tmp_path / "base"), weights(run.last)), "nothing was learned"
+    assert {n for n, _ in trained.named_parameters()} == {n for n, _ in base.named_parameters()}
+    again = train(**fields | {"model": str(run.last), "lr": 1e-12}, out=str(tmp_path / "again"))
+    before, after = weights(run.last), weights(again.last)
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)  # of the heads, too
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("VideoMAE", {"image_size": (8, 16, 16)}, "4,16,16"),
+        ("AST", {}, "takes sounds"),
+        ("VideoMAE", {"data": np.zeros((8, 3, 4, 16, 16), np.uint8)}, "TCHW"),
+    ],
+)
+def test_what_models_of_transformers_do_not_take(
+    clips: Path, tmp_path: Path, kind: str, fields: dict[str, Any], message: str
+) -> None:
+    save_foreign(kind, tmp_path / "base")
+    given = {**TUNING, "model": f"hf:{tmp_path / 'base'}", "data": str(clips), "validation": "none"} | fields
+    if "data" in fields:
+        given["data"] = Arrays(fields["data"], [0, 1] * 4)
+    with pytest.raises(InvalidOption, match=message):
+        train(**given, out=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

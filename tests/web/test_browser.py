@@ -24,7 +24,7 @@ import vitrail
 from tests.web.models import picture, png, save, small_media_vit, small_vit, views_of
 from tests.web.test_server import bomb
 from vitrail.data import read_image
-from vitrail.data.sample_images import drawings
+from vitrail.data.sample_files import drawings
 from vitrail.web.cache import Cache
 from vitrail.web.model_views import ModelViews, Setting
 from vitrail.web.samples import samples_of
@@ -175,6 +175,33 @@ def test_compare_two_models(opened: Callable[..., Any]) -> None:
     assert page.locator("h2", has_text="Right: two").count() == 1
 
 
+def test_a_link_with_unknown_choices_opens_the_defaults(opened: Callable[..., Any]) -> None:
+    page = opened(
+        "image=../secret&tab=x&paint=__proto__&by=constructor&value=-7&head=-1&stage=99&registers=maybe&layer=9"
+    )
+    assert shown(page)[0] == "glass"
+    assert shown(page)[1] == {"method": "tome", "by": "r", "value": 16, "schedule": "constant"}
+    assert shown(page)[2] == 2
+    assert "no sample of the name" in page.inner_text("#status")
+    assert not page.is_visible("#alert")
+
+
+def test_each_question_has_its_answer(opened: Callable[..., Any]) -> None:
+    pytest.importorskip("soundfile")
+    views = views_of(vitrail.load_model("vitrail:audio").eval(), "vitrail:audio")
+    with serving(views, cache=views.cache) as address:
+        page = opened("image=nine", address)
+        until(page, "document.querySelectorAll('.verdict').length === 2")
+        digit, speaker = page.locator(".verdict").all_inner_texts()
+        assert digit.split("\n")[0] == "digit"
+        assert "Still 9" in digit
+        assert speaker.split("\n")[0] == "speaker"
+        assert "Still lucas" in speaker
+        assert shown(page)[1]["value"] == 10  # three quarters of the most that it can merge
+        page.click("#tab-compare")
+        until(page, "document.getElementById('compare-summary').textContent.includes('both answer 9, lucas')")
+
+
 @pytest.fixture(scope="module")
 def media() -> Iterator[tuple[str, ModelViews, ModelViews]]:
     """Return the address of a page with models of images, clips and sounds, and the views of the latter two."""
@@ -188,27 +215,32 @@ def media() -> Iterator[tuple[str, ModelViews, ModelViews]]:
 
 def test_clips_and_sounds(opened: Callable[..., Any], media: tuple[str, ModelViews, ModelViews]) -> None:
     address, clips, sounds = media
-    page = opened("model=video&image=ball&value=8&query=6", address)
-    expected = clips.result("ball", clips.batch(clips.medium.read(sample("ball"))), Setting("tome", "r", 8))
+    page = opened("model=video&image=blue-disc-left&value=8&query=6", address)
+    expected = clips.result("disc", clips.batch(clips.medium.read(sample("blue-disc-left"))), Setting("tome", "r", 8))
     assert f"{expected['tokens'][-1]} of 65" in page.inner_text(".numbers")
     assert page.inner_text("#patch").startswith("Patch in frame 0 (0.25 s), row 1, column 1")
+    frames: dict[int, set[int]] = {}
+    for patch, group in enumerate(expected["groups"][-1]):
+        frames.setdefault(group, set()).add(patch // 16)
+    through = sum(len(one) > 1 for one in frames.values())
+    assert f"Groups in several frames: {through};" in page.inner_text(".legend")
     page.focus("#stage")
     page.keyboard.press("PageDown")
     page.keyboard.press("ArrowRight")
-    assert page.inner_text("#patch").startswith("Patch in frame 1 (0.83 s), row 1, column 2")
+    assert page.inner_text("#patch").startswith("Patch in frame 1 (0.75 s), row 1, column 2")
     box = page.locator("#stage").bounding_box()
     page.mouse.click(box["x"] + box["width"] * 0.99, box["y"] + box["height"] * 0.97)
-    assert page.inner_text("#patch").startswith("Patch in frame 3 (1.92 s), row 3, column 3")
+    assert page.inner_text("#patch").startswith("Patch in frame 3 (1.88 s), row 3, column 3")
     page.select_option("#model", "audio")
-    until(page, "document.getElementById('status').textContent === 'scale is open.'")
+    until(page, "document.getElementById('status').textContent === 'nine is open.'")
     until(page, "document.querySelectorAll('#samples button').length === 3")
-    assert page.get_attribute("#player audio", "aria-label") == "Play scale"
+    assert page.get_attribute("#player audio", "aria-label") == "Play nine"
     until(page, "document.getElementById('patch').textContent.startsWith('Patch in row 3 from below, column 7')")
     page.focus("#stage")
     page.keyboard.press("ArrowUp")  # rows rise with the frequency, and the last is on top
     page.keyboard.press("ArrowDown")
     assert page.inner_text("#patch").startswith("Patch in row 2 from below, column 7")
-    expected = sounds.result("scale", sounds.batch(sounds.medium.read(sample("scale"))), Setting("tome", "r", 8))
+    expected = sounds.result("nine", sounds.batch(sounds.medium.read(sample("nine"))), Setting("tome", "r", 7))
     until(page, f"document.querySelector('.numbers').textContent.includes('{expected['tokens'][-1]} of 33')")
 
 

@@ -75,12 +75,12 @@ class Branches:
 
     def norms(self) -> Tensor:
         """Return the values of `Residuals` for this block (5,)."""
-        added = torch.stack([mean_norm(one) for one in self.added().values()])
-        computed = torch.stack([mean_norm(self.computed[name]) for name in ("attention", "mlp")])
-        return torch.cat([mean_norm(self.stream)[None], added, added / computed.clamp_min(1e-30)])
+        added = torch.stack([_mean_norm(one) for one in self.added().values()])
+        computed = torch.stack([_mean_norm(self.computed[name]) for name in ("attention", "mlp")])
+        return torch.cat([_mean_norm(self.stream)[None], added, added / computed.clamp_min(1e-30)])
 
 
-def mean_norm(tokens: Tensor) -> Tensor:
+def _mean_norm(tokens: Tensor) -> Tensor:
     """Return the mean L2 norm of tokens (..., D)."""
     return tokens.float().norm(dim=-1).mean()
 

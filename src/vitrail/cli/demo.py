@@ -25,7 +25,7 @@ from vitrail.cli._shared.prediction import compare_merged, cost_of, predict
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, Guesses, Result, Summary, markdown_table, write_summary
 from vitrail.data import Dataset, open_dataset, read_image
-from vitrail.data.sample_images import drawings
+from vitrail.data.sample_files import drawings
 from vitrail.drawing.colors import colors
 from vitrail.drawing.predictions import WIDE, Column, prediction_sheet
 from vitrail.errors import ImageError, InvalidOption

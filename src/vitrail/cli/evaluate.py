@@ -143,14 +143,27 @@ def _print_sweep(results: dict[str, Evaluation]) -> None:
     """Print one column for each setting, the unmerged model first."""
     first = next(iter(results.values()))
     table = console.table("", *results, title=counted(first.count, "image"))
-    for name in first.accuracy:
-        table.add_row(f"accuracy, {name}", *(f"{100 * found.accuracy[name]:.2f} %" for found in results.values()))
+    figures = [_main_figures(found) for found in results.values()]
+    for name in figures[0]:
+        table.add_row(name, *(each[name] for each in figures))
     table.add_row("loss", *(f"{found.loss:.4f}" for found in results.values()))
     speeds = [found.images_per_s for found in results.values()]
     table.add_row("images/s", *("–" if speed is None else f"{speed:,.0f}" for speed in speeds))
     console.show(table)
     for text in dict.fromkeys(text for found in results.values() for text in found.notes):
         console.note(text)
+
+
+def _main_figures(found: Evaluation) -> dict[str, str]:
+    """Return the figures by which each head is judged, as printed."""
+    classes = {name: share for name, share in found.accuracy.items() if name not in {*found.mean_ap, *found.miou}}
+    shares = {"accuracy": classes, "mAP": found.mean_ap, "mIoU": found.miou}
+    figures = {f"{title}, {name}": _percent(share) for title, each in shares.items() for name, share in each.items()}
+    for name, error in found.rmse.items():
+        r2 = found.r2.get(name)
+        figures |= {f"RMSE, {name}": f"{error:.4g}", f"MAE, {name}": f"{found.mae[name]:.4g}"}
+        figures[f"R², {name}"] = "–" if r2 is None else f"{r2:.4f}"
+    return figures
 
 
 def _print(found: Evaluation) -> None:

@@ -91,10 +91,10 @@ def merge(
                 for index in bar.track(good, description="Merging"):
                     try:
                         sample = dataset.read(index).image
+                        batch = loaded.medium.batch(sample, loaded.spec)  # decodes clips and sounds
                     except ImageError as error:
                         skipped.append(skip(dataset, index, error))
                         continue
-                    batch = loaded.medium.batch(sample, loaded.spec)
                     if not results:
                         predict(loaded, batch)  # the first pass is slower, and would count as the one without merging
                     before = predict(loaded, batch)

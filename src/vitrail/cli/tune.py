@@ -131,6 +131,8 @@ def _notes(found: Tuning) -> list[str]:
         notes.append("its quality on held-out images was not measured: only the tuning images chose it")
     if found.speedup is None:
         notes.append("its speed was not measured")
+    elif found.is_slower:
+        notes.append("it is slower than the unmerged model on this machine; try a larger batch, or vitrail bench")
     elif not found.is_faster:
         notes.append(
             "the difference in speed is within the noise of timing on this machine; try a larger batch, or "

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vitrail.data.media.sampling import FrameSampling, Spectrogram
     from vitrail.data.media.video import Clip
     from vitrail.data.sample import Batch, Sample
-    from vitrail.data.sample_images import samples
+    from vitrail.data.sample_files import samples
     from vitrail.data.sources import Arrays, Source
     from vitrail.data.spec import InputSpec, to_tensor
 
@@ -56,7 +56,7 @@ _MODULES = {
     "dataset": ("Dataset", "open_dataset"),
     "decode": ("MAX_PIXELS", "as_rgb", "check_image", "find_images", "read_image"),
     "sample": ("Batch", "Sample"),
-    "sample_images": ("samples",),
+    "sample_files": ("samples",),
     "media.sampling": ("FrameSampling", "Spectrogram"),
     "sources": ("Arrays", "Source"),
     "spec": ("InputSpec", "to_tensor"),

@@ -45,7 +45,7 @@ from vitrail.data.loading.order import generator
 from vitrail.data.media.modality import MODALITIES
 from vitrail.data.media.recording import Recording
 from vitrail.data.sample import UNKNOWN, Batch, Sample, TensorSpec
-from vitrail.data.sample_images import samples
+from vitrail.data.sample_files import samples
 from vitrail.data.sources import Labels, Source, open_source
 from vitrail.data.sources.base import LABEL
 from vitrail.data.sources.decoded import DecodedSource

@@ -17,7 +17,7 @@ from vitrail.adapters import Found, find
 from vitrail.analysis.result import plain
 from vitrail.bench.machine import describe_machine
 from vitrail.data.batches import Batches, open_batches
-from vitrail.data.sample_images import samples
+from vitrail.data.sample_files import samples
 from vitrail.errors import InvalidOption
 from vitrail.report import sections
 from vitrail.report.collect import Collected, Collector, gather

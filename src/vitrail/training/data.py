@@ -87,7 +87,8 @@ def _problems(config: Config, dataset: Dataset, held: Dataset | None) -> Iterato
     if channels != own.channels:
         yield f"in_chans={channels}: {data}. Leave it out."
     library = None if config.own else split_name(config.model)[0]
-    if axes == 3 and library is not None and "video" not in library.modalities:
+    arrays_of_clips = axes == 3 and dataset.modality == "array"
+    if arrays_of_clips and library is not None and "video" not in library.modalities:
         yield f"model={config.model!r} is for images, and {data}; use a Vitrail model"
     if config.own and axes != (len(patch) if isinstance(patch, tuple) else 2):
         like = "(time, height, width), like (2, 8, 8)" if axes == 3 else "one number, or (height, width)"

@@ -37,11 +37,21 @@ def decoding_of(config: Config, dataset: Dataset) -> tuple[Config, InputSpec | N
     if kind is None or dataset.tensor_spec is not None:
         if config.sampling:
             raise InvalidOption(f"sampling={config.sampling}: it is for video and audio, and the data is {modality}")
+        known = None if config.own or modality != "array" else _known_spec(config.model)
+        if known is not None and known.axes:
+            raise InvalidOption(
+                f"model={config.model!r} takes {known.modality} with the axes {known.axes}, and the data is arrays; "
+                f"give it files of {MODALITIES[known.modality].plural}, or use a Vitrail model"
+            )
         return config, None, False
-    known = None if config.own else _known_spec(config.model)
-    if known is not None:
-        if known.modality != modality:
-            raise InvalidOption(f"model={config.model!r} takes {known.modality}, and the data is {modality}")
+    if not config.own:
+        known = _known_spec(config.model)
+        if known is None or known.modality != modality:
+            takes = "inputs of an unknown kind" if known is None else MODALITIES[known.modality].plural
+            data = MODALITIES[modality].plural
+            raise InvalidOption(
+                f"model={config.model!r} takes {takes}, and the data holds {data}; use a model for {data}"
+            )
         size = known.size if config.image_size is None else _media_size(modality, config.image_size)
         sampling = known.sampling if not config.sampling else kind(**config.sampling)
         return replace(config, image_size=size), replace(known, size=size, sampling=sampling), False

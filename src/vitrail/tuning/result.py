@@ -86,6 +86,11 @@ class Tuning:
         """Whether the measured speed-up is above the noise of timing; None if it was not measured."""
         return None if self.speedup_interval is None else self.speedup_interval[0] > 1
 
+    @property
+    def is_slower(self) -> bool | None:
+        """Whether the measured slow-down is above the noise of timing; None if it was not measured."""
+        return None if self.speedup_interval is None else self.speedup_interval[1] < 1
+
     def _repr_html_(self) -> str:
         points = [(one.flops / 1e9, one.value) for one in self.curve]
         chosen = next((point for point, one in zip(points, self.curve, strict=True) if self._is_chosen(one)), None)

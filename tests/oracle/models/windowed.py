@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers.models.sam2.modeling_sam2 as sam2
 import transformers.models.swin.modeling_swin as hf_swin
 import transformers.models.vitdet.modeling_vitdet as vitdet
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.oracle.core import Parts, identity
 from tests.oracle.windows import Block, Step, Window, numbered, windows_of
@@ -159,6 +159,35 @@ def _third(place: int, length: int, window: int, shift: int) -> int:
     return 0 if not shift or place < length - window else 1 if place < length - shift else 2
 
 
+def hf_swin_parts(layer: Any) -> tuple[Parts, Tensor]:
+    """Return the parts of a block of transformers' Swin, and its bias (H, N, N); older versions name them otherwise."""
+    attention = layer.attention
+    if hasattr(attention, "self"):
+        inner, output = getattr(attention, "self"), attention.output.dense  # noqa: B009
+        projections, feed = (inner.query, inner.key, inner.value), nn.Sequential(layer.intermediate, layer.output)
+        bias = inner.relative_position_bias_table[inner.relative_position_index].permute(2, 0, 1)
+    else:
+        inner, output = attention, attention.o_proj
+        projections, feed = (attention.q_proj, attention.k_proj, attention.v_proj), layer.mlp
+        bias = attention.relative_position_bias()[0]
+
+    def project(linear: Any) -> Callable[[Tensor], Tensor]:
+        return lambda y: linear(y).unflatten(-1, (inner.num_attention_heads, -1))
+
+    q, k, v = map(project, projections)
+    parts = Parts(
+        scale=(projections[0].out_features // inner.num_attention_heads) ** -0.5,
+        q=q,
+        k=k,
+        v=v,
+        project=output,
+        feed=feed,
+        before_attend=layer.layernorm_before,
+        before_feed=layer.layernorm_after,
+    )
+    return parts, bias
+
+
 def describe_hf_swin(model: Any, image: Tensor) -> Windowed:
     """transformers' SwinForImageClassification: padded first, then rolled."""
     swin = model.swin
@@ -175,23 +204,8 @@ def describe_hf_swin(model: Any, image: Tensor) -> Windowed:
             windows = windows_of(
                 hf_swin.window_partition(places, window).flatten(1), None if mask is None else mask == 0
             )
-            attention = layer.attention
-            heads = attention.num_attention_heads
-
-            def project(linear: Any, heads: int = heads) -> Callable[[Tensor], Tensor]:
-                return lambda y: linear(y).unflatten(-1, (heads, -1))
-
-            parts = Parts(
-                scale=attention.head_dim**-0.5,
-                q=project(attention.q_proj),
-                k=project(attention.k_proj),
-                v=project(attention.v_proj),
-                project=attention.o_proj,
-                feed=layer.mlp,
-                before_attend=layer.layernorm_before,
-                before_feed=layer.layernorm_after,
-            )
-            steps.append(Block(parts, windows, attention.relative_position_bias()[0]))
+            parts, bias = hf_swin_parts(layer)
+            steps.append(Block(parts, windows, bias))
         if stage.downsample is not None:
             steps.append(lambda tokens, down=stage.downsample, size=grid: down(tokens[None], size)[0])
             grid = (grid[0] + 1) // 2, (grid[1] + 1) // 2

@@ -112,7 +112,7 @@ def test_presets_decide_everything(preset: str) -> None:
         derived = ("side", "image_size", "patch_size", "workers", "pretrained", "labels", "graphs", "modality")
         derived += ("kind", "masks", "validation_masks", "mask_classes")
         given = ("tokens", "teacher", "distillation", "distillation_weight", "temperature", "merge", "train_only")
-        given += ("add_tokens",)
+        given += ("add_tokens", "diagnostics")
         assert [n for n, v in config.to_dict().items() if v is None and n not in derived + given] == []
         assert config.batch_size is not None
         assert config.repeats is not None
@@ -207,7 +207,8 @@ def test_recipes_of_ours_can_be_read_and_built(file: Path) -> None:
     if given.get("distillation"):
         given["teacher"] = "timm:resnet18"
     config = Config.from_dict(given).resolved(9469)
-    model = build(config, {"label": tuple("abcdefghij")}).model
+    labels = dict.fromkeys(config.tasks or ("label",), tuple("abcdefghij"))
+    model = build(config, labels).model
     if file.stem == "imagenette-tiny":
         assert sum(value.numel() for value in model.parameters()) <= 6_000_000
         assert [(spec.role, spec.count) for spec in model.config.tokens] == [  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.saved import read_config
 from vitrail.adapters.transformers.trunk import preprocessor_config
-from vitrail.errors import ModelLoadError, VitrailError
+from vitrail.errors import InvalidOption, ModelLoadError, VitrailError
 from vitrail.models.saving import CONFIG
 from vitrail.models.weights_file import only_weights
 
@@ -44,8 +44,12 @@ FAMILIES = (
 _IN_LAYER = re.compile(r"\.\d+\.")
 """Part of the name of a weight in a numbered layer."""
 
-CLASSIFIERS = ("ForImageClassification", "ForAudioClassification", "ForVideoClassification")
-"""Endings of the names of classifiers, which are loaded with their heads."""
+CLASSIFIERS = {
+    "ForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "ForAudioClassification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
+    "ForVideoClassification": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING",
+}
+"""Endings of the names of classifiers, which are loaded with their heads, and the table of their configs."""
 
 
 class Transformers(Library):
@@ -121,14 +125,17 @@ class Transformers(Library):
         library = self.imported(name)
         labels = dict(enumerate(request.outputs))
         options = {"id2label": labels, "label2id": {label: one for one, label in labels.items()}, **request.options}
-        if request.image_size is not None:
-            options["image_size"] = request.image_size
         self.check_options(name, options)
-        if "in_chans" in options:
-            options["num_channels"] = options.pop("in_chans")
+        channels = options.pop("in_chans", None)
         try:
+            own = library.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            kinds = (kind for kind, table in CLASSIFIERS.items() if type(own) in getattr(library, table))
+            kind = next(kinds, "ForImageClassification")
+            of_images = kind == "ForImageClassification"
+            resized = {"image_size": request.image_size, "num_channels": channels} if of_images else {}
+            options |= {option: value for option, value in resized.items() if value is not None}
             config = library.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
-            auto = library.AutoModelForImageClassification
+            auto = getattr(library, f"AutoModel{kind}")
             if request.pretrained is False:
                 model = auto.from_config(config)
             else:
@@ -136,6 +143,8 @@ class Transformers(Library):
                     model = auto.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
         except Exception as error:
             raise self.failed(name, error) from error
+        if not of_images:
+            _check_size(name, model, request.image_size)
         return model, {"architecture": "hf"}
 
     def rebuild(
@@ -166,6 +175,16 @@ class Transformers(Library):
 
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
         return self.load(str(folder))
+
+
+def _check_size(name: str, model: nn.Module, size: int | tuple[int, ...] | None) -> None:
+    """Raise unless a model of clips or sounds is a supported one, and is for inputs of this size."""
+    from vitrail.adapters.registry import input_spec
+
+    own = input_spec(model).size
+    if size not in (None, own):
+        shown = ",".join(map(str, own))
+        raise InvalidOption(f"image_size={size}: {name} takes inputs of {shown}, and no others; leave image_size out")
 
 
 def _check_loaded(name: str, model: nn.Module, found: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter, VisualTokens, around, known_block, parameters_by_role
 from vitrail.adapters.forward_pass import EntryPoint
+from vitrail.adapters.saved import read_labels
 from vitrail.adapters.transformers.language.projector import patches_per_token, projectors, visual_tokens
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -57,7 +58,7 @@ class TransformersTrunk(TrunkAdapter):
 
     Attributes:
         block_classes: adapters by block class.
-        nested_classes: the same for versions of transformers in which attention holds a module of the same name.
+        nested_classes: the same for versions of transformers in which attention holds another module with its heads.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         masks: names of the arguments that may mask tokens.
         modality: what the model takes, as in `InputSpec`.
@@ -79,7 +80,7 @@ class TransformersTrunk(TrunkAdapter):
         return list(trunk.encoder.layer if hasattr(trunk, "encoder") else trunk.layers)
 
     def block_adapter(self, block: Any) -> BlockAdapter:
-        nested = hasattr(getattr(block, "attention", None), "attention")
+        nested = any(hasattr(getattr(block, "attention", None), name) for name in ("attention", "self"))
         return known_block(block, self.nested_classes if nested else self.block_classes)
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
@@ -99,6 +100,14 @@ class TransformersTrunk(TrunkAdapter):
         return (own, own) if isinstance(own, int) else tuple(own)
 
     def input_spec(self, trunk: Any) -> InputSpec:
+        """Return the specification that Vitrail trained the model with, or else the one that it was saved with."""
+        name = _name_or_path(trunk)
+        trained = read_labels(Path(name)).get("preprocessing") if name else None
+        if trained and trained.get("modality") == self.modality:
+            return replace(InputSpec.from_dict(trained), argument=self.argument)
+        return self.stored_spec(trunk)
+
+    def stored_spec(self, trunk: Any) -> InputSpec:
         """Return the size and normalization that the model was saved with, in its ``preprocessor_config.json``."""
         plain = InputSpec(self.own_size(trunk), self.mean, self.std, argument=self.argument)
         stored = self.preprocessing(trunk)
@@ -112,7 +121,7 @@ class TransformersTrunk(TrunkAdapter):
 
     def preprocessing(self, trunk: Any) -> dict[str, Any]:
         """Return the preprocessing that the model was saved with; empty where it was saved without."""
-        return preprocessor_config(str(getattr(trunk, "name_or_path", None) or ""), self.modality)
+        return preprocessor_config(_name_or_path(trunk), self.modality)
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
@@ -149,6 +158,11 @@ class TransformersTrunk(TrunkAdapter):
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
         return (trunk.embeddings.patch_embeddings,)
+
+
+def _name_or_path(trunk: Any) -> str:
+    """Return the directory or the Hub repository that a model was loaded from; empty for one that was not."""
+    return str(getattr(trunk, "name_or_path", None) or "")
 
 
 def preprocessor_config(name: str, modality: str = "image", *, download: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vitrail._arguments import checked
 from vitrail.analysis.result import Result
 from vitrail.errors import TrainingError
 from vitrail.training.log import read_log
@@ -112,6 +113,7 @@ class Stability(Result):
             yield row
 
 
+@checked
 def read_stability(run: str | Path) -> Stability:
     """Read the stability of a run from its directory, or from its ``log.jsonl``.
 

@@ -4,10 +4,10 @@ import { BackendError, openBackend } from "./backend.js";
 import { Compare } from "./compare.js";
 import { arrows, fillChoice, h, saveBlob } from "./dom.js";
 import { Picture, sideBySide } from "./draw.js";
-import { Explore } from "./explore.js";
+import { Explore, PAINTS } from "./explore.js";
 import { tokensOf } from "./grid.js";
 import { pythonOf } from "./python.js";
-import { Step } from "./step.js";
+import { STAGES, Step } from "./step.js";
 
 const VERSION = 2;
 const KEPT = 600; // answers that are kept
@@ -20,9 +20,13 @@ const MEDIA = {
 };
 
 const DEFAULTS = {
-  tab: "explore", image: "", model: "", method: "tome", by: "r", value: 16, schedule: "constant",
+  tab: "explore", image: "", model: "", method: "tome", by: "r", value: -1, schedule: "constant",
   layer: -1, head: "mean", query: 0, paint: "glass", stage: 0, pair: 0, registers: "off",
   method2: "tome", by2: "r", value2: 0, schedule2: "constant", model2: "",
+};
+const CHOICES = {
+  tab: ["explore", "step", "compare"], paint: PAINTS.map(([name]) => name), stage: STAGES.map(([at]) => Number(at)),
+  registers: ["off", "on"], by: ["r", "keep"], by2: ["r", "keep"],
 };
 const NUMBERS = new Set(["value", "layer", "query", "stage", "pair", "value2"]);
 
@@ -80,7 +84,7 @@ class App {
     }
     if (!this.models.includes(this.state.model)) this.state.model = this.models[0];
     if (!this.peers().includes(this.state.model2)) this.state.model2 = this.state.model;
-    if (!["explore", "step", "compare"].includes(this.state.tab)) this.state.tab = "explore";
+    for (const [name, known] of Object.entries(CHOICES)) if (!known.includes(this.state[name])) this.state[name] = DEFAULTS[name];
     if (!given.has("value2") && this.state.tab !== "compare") this.state.value2 = 0;
   }
 
@@ -90,14 +94,15 @@ class App {
     const inside = (value, last) => Math.min(last, Math.max(0, Math.round(value)));
     state.layer = state.layer < 0 ? info.layers - 1 : inside(state.layer, info.layers - 1);
     state.query = inside(state.query, tokensOf(info) - 1);
-    if (state.head !== "mean" && !(Number(state.head) < info.heads)) state.head = "mean";
+    state.pair = Math.max(0, Math.round(state.pair));
+    if (![...Array(info.heads).keys()].map(String).includes(state.head)) state.head = "mean";
     for (const end of ["", "2"]) {
       const own = this.infos.get(state[`model${end}`]) ?? info;
       const method = own.methods.find((one) => one.name === state[`method${end}`]) ?? own.methods[0];
       state[`method${end}`] = method.name;
       if (!own.schedules.includes(state[`schedule${end}`])) state[`schedule${end}`] = own.schedules[0];
-      if (!(state[`by${end}`] in own.plans)) state[`by${end}`] = "r";
       const { values } = own.plans[state[`by${end}`]];
+      if (state[`value${end}`] < 0) state[`value${end}`] = state[`by${end}`] === "r" ? 0.75 * values.at(-1) : 0.5;
       if (!values.includes(state[`value${end}`]))
         state[`value${end}`] = values.reduce((best, one) => (Math.abs(one - state[`value${end}`]) < Math.abs(best - state[`value${end}`]) ? one : best));
     }
@@ -152,7 +157,10 @@ class App {
       const response = await fetch(sample.file);
       await this.#open(await response.blob(), sample.name);
     });
-    if (missing) this.say("What this link shows was opened from a file; open it again. Meanwhile, a sample.");
+    if (missing)
+      this.say(name.startsWith("file:")
+        ? "What this link shows was opened from a file; open it again. Meanwhile, a sample."
+        : `This model has no sample of the name in this link; ${sample.name} is open.`);
   }
 
   async openFile(file) {
@@ -164,6 +172,7 @@ class App {
     const { image } = await this.backend.upload(file, model);
     this.picture = await Picture.load(await this.backend.preview(image, model), this.infos.get(model));
     const another = model !== this.state.model;
+    if (this.infos.get(model).modality !== this.info.modality) Object.assign(this.state, { value: DEFAULTS.value, value2: DEFAULTS.value2, layer: DEFAULTS.layer });
     Object.assign(this, { file, image, name: name || file.name || "upload", isSample: Boolean(name) });
     this.state.model = model;
     if (!this.peers().includes(this.state.model2)) this.state.model2 = model;
@@ -279,7 +288,7 @@ class App {
     find("samples").replaceChildren(
       ...this.#samplesOf(this.state.model).map(({ name, thumbnail }) =>
         h("button", { type: "button", class: "sample", "data-name": name, "aria-pressed": false, onclick: () => this.openSample(name) },
-          h("img", { src: thumbnail, alt: "", width: 52, height: 52, loading: "lazy" }), h("span", {}, name.replace("-", " "))),
+          h("img", { src: thumbnail, alt: "", width: 52, height: 52, loading: "lazy" }), h("span", {}, name.replaceAll("-", " "))),
       ),
     );
   }

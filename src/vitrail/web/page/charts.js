@@ -33,12 +33,17 @@ export function tokensChart(tokens, start, chosen) {
   );
 }
 
+/** Return the predictions of each question, its main one first. */
+export function byQuestion(heads) {
+  return [...new Set(heads.map((head) => head.question))].map((question) => heads.filter((head) => head.question === question));
+}
+
 /** Return the likely classes before and after, most likely after first. */
-export function answerBars(before, after) {
+export function answerBars(before, after, most = 4) {
   const was = new Map(before.map((one) => [one.class, one.probability]));
   const first = after[0];
   const changed = before.length && before[0].class !== first.class;
-  const rows = after.slice(0, 4).map((one, at) =>
+  const rows = after.slice(0, most).map((one, at) =>
     h("li", { class: at === 0 ? "first" : "" },
       h("span", { class: "class" }, one.class),
       h("span", { class: "number" }, percent(one.probability)),

@@ -1,6 +1,6 @@
 // Two settings, or two models, beside each other on the same image.
 
-import { answerBars, tokensChart } from "./charts.js";
+import { answerBars, byQuestion, tokensChart } from "./charts.js";
 import { costRows, settingControls } from "./controls.js";
 import { h, operations } from "./dom.js";
 import { Picture, paintGlass } from "./draw.js";
@@ -52,7 +52,10 @@ export class Compare {
     paintGlass(canvas, picture, result.groups.at(-1));
     canvas.setAttribute("aria-label", `${title}: ${new Set(result.groups.at(-1)).size} groups, ${describe(setting)}.`);
     canvas.dataset.shown = JSON.stringify(setting);
-    answer.replaceChildren(result.heads.length ? answerBars(plain.heads[0].top, result.heads[0].top) : "");
+    const [answers, unmerged] = [byQuestion(result.heads), byQuestion(plain.heads)];
+    answer.replaceChildren(...answers.flatMap(([main], at) => [
+      answers.length > 1 ? h("p", { class: "soft" }, main.question) : "",
+      answerBars(unmerged[at][0].top, main.top, answers.length > 1 ? 2 : 4)]));
     chart.replaceChildren(tokensChart(result.tokens, tokensOf(info), -1));
     cost.replaceChildren(...costRows(result, info).flatMap(([what, value, note]) => [
       h("dt", {}, what), h("dd", {}, h("b", {}, value), note && h("span", { class: "soft" }, ` ${note}`))]));
@@ -74,7 +77,7 @@ export class Compare {
     const parts = [`Left ${left.tokens.at(-1)} tokens, right ${right.tokens.at(-1)}`];
     parts.push(`${operations(left.flops.after)} against ${operations(right.flops.after)} multiply-adds`);
     if (left.heads.length && right.heads.length) {
-      const [one, other] = results.map((result) => result.heads[0].top[0].class);
+      const [one, other] = results.map((result) => byQuestion(result.heads).map(([main]) => main.top[0].class).join(", "));
       parts.push(one === other ? `both answer ${one}` : `left answers ${one}, right ${other}`);
     }
     if (grids[0] === grids[1]) {
@@ -88,11 +91,11 @@ export class Compare {
 const describe = ({ method, by, value, schedule }) =>
   by ? `${method}, ${by === "r" ? `r ${value}` : `${Math.round(100 * value)} % kept`}, ${schedule}` : method;
 
-/** Count the borders between neighboring patches that are there in one grouping and not in the other. */
+/** Count the borders between neighboring patches, also through time, that are there in one grouping and not in the other. */
 function borders(first, second, picture) {
   let [differ, all] = [0, 0];
   first.forEach((_, patch) => {
-    for (const next of [picture.beside(patch, 0, 1), picture.beside(patch, 1, 0)]) {
+    for (const next of [picture.beside(patch, 0, 1), picture.beside(patch, 1, 0), picture.later(patch)]) {
       if (next < 0) continue;
       all++;
       if ((first[patch] === first[next]) !== (second[patch] === second[next])) differ++;

@@ -129,6 +129,12 @@ export class Picture {
     return y < 0 || y >= this.rows || x < 0 || x >= this.columns ? -1 : (step * this.rows + y) * this.columns + x;
   }
 
+  /** Return the patch at the same place in the next frame; -1 behind the last. */
+  later(patch) {
+    const next = patch + this.rows * this.columns;
+    return next < this.patches ? next : -1;
+  }
+
   /** Return the patch at a place, given as shares of width and height; the nearest one if there is none. */
   patchAt(x, y) {
     const clamp = (value, last) => Math.min(last, Math.max(0, Math.floor(value)));

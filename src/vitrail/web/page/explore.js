@@ -1,12 +1,12 @@
 // The first view: the image under the slider, and what the model makes of it.
 
-import { answerBars, normsChart, tokensChart } from "./charts.js";
+import { answerBars, byQuestion, normsChart, tokensChart } from "./charts.js";
 import { costRows, describeGroup, settingControls } from "./controls.js";
 import { card, choice, fill, fillChoice, h, percent, pills, plural, short, slider } from "./dom.js";
 import { tokensOf } from "./grid.js";
 import { fit, outline, paintColors, paintGlass, paintImage, paintLeads, paintMap, range } from "./draw.js";
 
-const PAINTS = [
+export const PAINTS = [
   ["glass", "Stained glass"], ["image", "Original"], ["attention", "Attention"], ["similar", "Nearest patches"],
   ["norms", "Norms"], ["pca", "PCA"],
 ];
@@ -83,7 +83,6 @@ export class Explore {
     this.layer.move(state.layer, info.layers - 1);
     this.paint.mark(state.paint);
     this.registersOn.mark(state.registers);
-    this.legend.textContent = LEGENDS[state.paint];
     this.head.move(state.head === "mean" ? 0 : Number(state.head) + 1, info.heads);
     const special = info.special.length;
     const tokens = info.special.map((one, at) => [String(at), one.name]);
@@ -125,13 +124,15 @@ export class Explore {
     const { app } = this;
     const { picture, state, info } = app;
     const groups = result.groups[state.layer];
+    const panes = ["glass", "image"].includes(state.paint);
+    this.legend.textContent = LEGENDS[state.paint] + (panes ? throughTime(groups, picture) : "");
     fit(this.overlay, picture);
     if (state.paint === "glass") paintGlass(this.canvas, picture, groups);
     else if (state.paint === "image") {
       paintImage(this.canvas, picture);
       paintLeads(this.canvas.getContext("2d"), picture, groups, "rgb(246 239 224 / .75)", 0.7);
     } else this.#paintValues(turn).catch((error) => turn === this.turn && app.fail(error));
-    if (["glass", "image"].includes(state.paint)) this.shown = undefined;
+    if (panes) this.shown = undefined;
     this.canvas.dataset.shown = JSON.stringify([state.paint, app.setting(), state.layer]);
     const left = new Set(groups).size;
     this.overlay.setAttribute("aria-label",
@@ -245,19 +246,11 @@ export class Explore {
       this.answers.replaceChildren(h("p", {}, "This model has no classes; its cost and cosine are below."));
       return;
     }
-    const [main, ...others] = result.heads;
-    const was = before.heads[0].top[0];
-    const now = main.top[0];
-    const same = was.class === now.class;
+    const unmerged = byQuestion(before.heads);
+    const answers = byQuestion(result.heads);
     fill(this.answers,
-      h("p", { class: same ? "verdict" : "verdict changed" },
-        same ? `Still ${now.class}` : `${was.class} became ${now.class}`,
-        h("span", { class: "soft" }, same ? ` ${change(was.probability, now.probability)}` : ` merging changed the answer`)),
-      answerBars(before.heads[0].top, main.top),
+      ...answers.flatMap((heads, at) => answerTo(heads, unmerged[at][0], answers.length > 1)),
       h("p", { class: "soft" }, "Bars: with merging. Marks: without."),
-      others.length
-        ? h("p", { class: "soft" }, "By head: ", others.map((head) => `${head.name} ${head.top[0].class} ${(100 * head.top[0].probability).toFixed(1)} %`).join(" · "))
-        : null,
       h("p", { class: "soft" }, knows(app.info.questions)),
     );
   }
@@ -352,17 +345,47 @@ export class Explore {
   }
 }
 
+/** Return the answer to one question, named if there are several: what became of it, the likely classes, single heads. */
+function answerTo([main, ...others], before, several) {
+  const [was, now] = [before.top[0], main.top[0]];
+  const same = was.class === now.class;
+  const verdict = same ? `Still ${now.class}` : `${was.class} became ${now.class}`;
+  return [
+    h("p", { class: same ? "verdict" : "verdict changed" },
+      several ? h("span", { class: "question" }, main.question) : null, verdict,
+      h("span", { class: "soft" }, same ? ` ${change(was.probability, now.probability)}` : " merging changed the answer")),
+    answerBars(before.top, main.top, several ? 3 : 4),
+    others.length
+      ? h("p", { class: "soft" }, "By head: ", others.map((head) => `${head.name} ${head.top[0].class} ${(100 * head.top[0].probability).toFixed(1)} %`).join(" · "))
+      : null,
+  ];
+}
+
 /** Return one head's attention row, or the mean over heads. */
 function headRow({ rows }, head) {
   if (head !== "mean") return rows[Number(head)];
   return rows[0].map((_, at) => rows.reduce((sum, row) => sum + row[at], 0) / rows.length);
 }
 
+/** Say how many groups of a clip reach through time, which leads between the patches of a frame do not show. */
+function throughTime(groups, picture) {
+  const first = new Map();
+  const through = new Set(groups.filter((group, patch) => {
+    const [frame] = picture.place(patch);
+    if (!first.has(group)) first.set(group, frame);
+    return first.get(group) !== frame;
+  }));
+  return through.size ? ` Groups in several frames: ${through.size}; point at a patch to light up all of its group.` : "";
+}
+
 /** Say which classes there are: a model answers one of them, whatever the image shows. */
-const knows = (questions) =>
-  questions
-    .map(({ classes }) => `Whatever is shown, the answer is one of ${classes.length} classes${classes.length > 12 ? "" : `: ${classes.join(", ")}`}.`)
-    .join(" ");
+function knows(questions) {
+  if (!questions.length) return "";
+  const several = questions.length > 1;
+  const listed = questions.map(({ name, classes }) =>
+    `one of ${classes.length} classes${several ? ` for ${name}` : ""}${classes.length > 12 ? "" : ` (${classes.join(", ")})`}`);
+  return `Whatever is shown, the answer is ${listed.join(", ")}.`;
+}
 
 const change = (before, now) => {
   const points = 100 * (now - before);

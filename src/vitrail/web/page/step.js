@@ -4,7 +4,7 @@ import { pairsChart } from "./charts.js";
 import { h, pills, plural, slider } from "./dom.js";
 import { fit, outline, overlayGray, paintGlass, paintImage, paintLeads, paintMap, range } from "./draw.js";
 
-const STAGES = [["0", "1 Tokens"], ["1", "2 Split"], ["2", "3 Similarity"], ["3", "4 Pairs"], ["4", "5 Merge"]];
+export const STAGES = [["0", "1 Tokens"], ["1", "2 Split"], ["2", "3 Similarity"], ["3", "4 Pairs"], ["4", "5 Merge"]];
 const A = "36 86 184";
 const B = "224 154 43";
 

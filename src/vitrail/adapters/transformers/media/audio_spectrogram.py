@@ -45,7 +45,7 @@ class SpectrogramTrunk(TransformersTrunk):
         """Return the frequency bands and frames of the spectrograms that the model was made for."""
         return trunk.config.num_mel_bins, trunk.config.max_length
 
-    def input_spec(self, trunk: Any) -> InputSpec:
+    def stored_spec(self, trunk: Any) -> InputSpec:
         """Return the spectrogram and normalization that the model was saved with, as its feature extractor has them."""
         stored = self.preprocessing(trunk)
         mean, std = stored.get("mean", self.mean[0]), stored.get("std", self.std[0])

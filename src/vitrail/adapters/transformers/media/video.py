@@ -50,7 +50,7 @@ class VideoTrunk(TransformersTrunk):
         """Return frames, height and width of the clips that the model was made for."""
         return trunk.config.num_frames, *super().own_size(trunk)
 
-    def input_spec(self, trunk: Any) -> InputSpec:
+    def stored_spec(self, trunk: Any) -> InputSpec:
         """Return the size and normalization that the model was saved with, as its video or image processor has them."""
         stored = self.preprocessing(trunk)
         mean, std = stored.get("image_mean") or self.mean, stored.get("image_std") or self.std

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, TrunkAdapter, known_block
-from vitrail.adapters.named_block import BlockNames
+from vitrail.adapters.base import TrunkAdapter
+from vitrail.adapters.named_block import BlockNames, find_part
 from vitrail.adapters.position import Position
 from vitrail.adapters.transformers.trunk import MODELS, TransformersEntryPoint, TransformersTrunk
 from vitrail.adapters.windows import (
@@ -41,20 +42,38 @@ _SWIN = BlockNames(
     attention_dropout="attention.attention_dropout",
     tokens="hidden_states",
 )
+# transformers before 5.9: attention and MLP are two modules deep
+_SWIN_NESTED = replace(
+    _SWIN,
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    proj="attention.output.dense",
+    mlp=("intermediate", "output.dense"),
+    heads="attention.self.num_attention_heads",
+    head_dim="attention.self.attention_head_size",
+    proj_drop="attention.output.dropout",
+    after_attend=("drop_path",),
+    after_feed=("output.dropout",),
+    scale=None,
+    attention_dropout="attention.self.dropout",
+)
 
 
 class SwinBlock(WindowedNamedBlock):
-    """A block of Swin."""
+    """A block of Swin; ``bias`` is the path of the module that holds its table of relative positions."""
 
     biased = True
     tuple_length = 2
+
+    def __init__(self, names: BlockNames, bias: str) -> None:
+        super().__init__(names)
+        self.bias = bias
 
     def windows(self, block: Any) -> Windows:
         size, shift = int(block.window_size), int(block.shift_size)
         return Windows((size, size), (shift, shift), pads_first=True, small="shrunk")
 
     def window_position(self, block: Any, tile: Tile) -> Position:
-        module = block.attention.relative_position_bias
+        module = find_part(block, self.bias)
         if tile.window != tuple(module.window_size):
             raise UnsupportedInput(
                 f"this input leaves a stage with a grid smaller than its windows of {tuple(module.window_size)}, for "
@@ -68,7 +87,8 @@ class SwinBlock(WindowedNamedBlock):
         return WindowBias(between)
 
 
-_BLOCK = SwinBlock(_SWIN)
+_BLOCK = SwinBlock(_SWIN, "attention.relative_position_bias")
+_NESTED_BLOCK = SwinBlock(_SWIN_NESTED, "attention.self")
 
 
 class SwinEntryPoint(TransformersEntryPoint):
@@ -85,15 +105,13 @@ class SwinTrunk(WindowedTrunk, TransformersTrunk):
     """Swin, for images of any size."""
 
     block_classes = MappingProxyType({f"{_MODULE}.SwinLayer": _BLOCK})
+    nested_classes = MappingProxyType({f"{_MODULE}.SwinLayer": _NESTED_BLOCK})
     interpolates = True
     masks = ()
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return [block for stage in trunk.encoder.layers for block in stage.blocks]
-
-    def block_adapter(self, block: Any) -> BlockAdapter:
-        return known_block(block, self.block_classes)
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         height, width = self.input_spec(trunk).size if size is None else size

@@ -18,8 +18,8 @@ PUBLIC = {
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
-        "Position RelativeBias Rotary TrunkAdapter VisualTokens find head_outputs input_spec known_block load_model "
-        "register_adapter size_options supported"
+        "Position RelativeBias Rotary TrunkAdapter VisualTokens find head_outputs image_model input_spec known_block "
+        "load_model register_adapter size_options supported"
     ),
     "vitrail.analysis": (
         "attention discovery downstream features norms probes redundancy residuals result roles statistics survey"

@@ -165,7 +165,8 @@ class TokenLayout:
                 raise InvalidOption(f"tokens are {known}; got {token!r}")
         if not found:
             wanted = "special tokens" if tokens is None else repr(tokens)
-            raise InvalidOption(f"no such token: the model has {self.describe()}, but not {wanted}")
+            hint = "; name others, such as 'all' or positions (queries= of record)" if tokens is None else ""
+            raise InvalidOption(f"no such token: the model has {self.describe()}, but not {wanted}{hint}")
         return tuple(dict.fromkeys(found))
 
     def describe(self) -> str:

@@ -60,7 +60,7 @@ def test_labels_and_broken_images(tmp_path: Path) -> None:
     photos = write_photos(tmp_path / "photos", 7, broken=(1, 4))
     code, text = run("predict", "vitrail:tiny", photos, "-o", tmp_path / "a.csv", "--top", 2)
     assert code == 1
-    assert "2 samples could not be read; a.skipped.csv" in text
+    assert "2 images could not be read; a.skipped.csv" in text
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == ["000.png", "002.bmp", "003.png", "005.bmp", "006.png"]

@@ -73,4 +73,6 @@ def test_a_slower_model_is_called_slower(interval: tuple[float, float], faster: 
     values = {field.name: None for field in fields(Tuning)} | {"value": 1.0, "speedup": 1.0, "interrupted": False}
     found = Tuning(**values | {"speedup_interval": interval})
     assert (found.is_faster, found.is_slower) == (faster, slower)
-    assert [("slower" in note, "noise" in note) for note in _notes(found)] == ([] if faster else [(slower, not slower)])
+    assert [("slower" in note, "noise" in note) for note in _notes(found, "images")] == (
+        [] if faster else [(slower, not slower)]
+    )

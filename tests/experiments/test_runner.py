@@ -114,7 +114,7 @@ def test_readme_is_generated_from_the_rows(finished: tuple[Study, Path], tmp_pat
     write_readme(study, out)
     page = (out / "README.md").read_text()
     plots = "\n\n".join(f"![{description(out / name)}]({name})" for name in ("accuracy.png", "cosines.png"))
-    assert "validation accuracy, %](accuracy.png)" in plots
+    assert "validation accuracy, % (band: 95 % interval of the mean over seeds)](accuracy.png)" in plots
     assert "cosine between class tokens by epoch, at the end: 2 × std 0 = " in plots
     assert page == f"Before\n\n<!-- results -->\n{section(study, rows)}\n\n{plots}\n<!-- /results -->\nafter\n"
     mean = sum(100 * row["accuracy"]["fused"] for row in rows[2:4]) / 2

@@ -78,7 +78,7 @@ def test_tuning() -> None:
     found = check_card(tuning._repr_html_())
     for part in (
         "2 2",
-        "agreement, 50 held-out images",
+        "agreement, 50 held-out samples",
         "0.98 (0.97 to 0.99)",
         "7 of 9",
         "1.25, batch 8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
@@ -51,7 +52,7 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]

@@ -12,10 +12,10 @@ import typer
 
 from vitrail import training
 from vitrail._wording import counted
+from vitrail.analysis.result import plain
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.output import check_writable, write_text
 from vitrail.cli._shared.ranks import command
-from vitrail.cli._shared.summary import plain
 from vitrail.data.media.modality import MODALITIES
 from vitrail.training import Evaluation
 from vitrail.training.run_directory import load_classifier

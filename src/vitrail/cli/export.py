@@ -10,13 +10,14 @@ import torch
 import typer
 
 import vitrail
+from vitrail.analysis.result import plain
 from vitrail.bench.config import DTYPES
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable
 from vitrail.cli._shared.prediction import cost_of
 from vitrail.cli._shared.ranks import command
-from vitrail.cli._shared.summary import Cost, plain
+from vitrail.cli._shared.summary import Cost
 from vitrail.data.media.modality import MODALITIES, Modality
 from vitrail.export import ExportResult
 from vitrail.export import export as export_model

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vitrail import __version__
+from vitrail.analysis.result import plain
 from vitrail.cli._shared import console
 from vitrail.cli._shared.output import write_text
 
@@ -100,15 +100,6 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     cells = ([markdown(cell) for cell in row] for row in (head, *rows))
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return [lines[0], f"| {' | '.join(marks)} |", *lines[1:]]
-
-
-def plain(value: Any) -> Any:
-    """Return values for JSON, in which numbers that are not finite are null."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_summary(folder: Path, data: dict[str, Any], text: str) -> dict[str, Any]:
